@@ -1,0 +1,63 @@
+"""Universal checkpoints for large-model training, on Zarr v3 and TensorStore.
+
+>>> import ucpstore
+>>> checkpoint = ucpstore.open("run/checkpoints")                          # doctest: +SKIP
+>>> checkpoint["model.layers.0.mlp.up_proj.weight"].adam_v[10:20, :64]     # doctest: +SKIP
+
+Names are loaded on first use: importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ucpstore.errors import UcpStoreError
+
+if TYPE_CHECKING:
+    from ucpstore.api import abandon, convert, diff, open, plan, verify  # noqa: A004
+    from ucpstore.checkpoint import Checkpoint, LazyTensor, Parameter
+    from ucpstore.engine.plan import Plan
+    from ucpstore.engine.run import Report
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Checkpoint": "ucpstore.checkpoint",
+    "LazyTensor": "ucpstore.checkpoint",
+    "Parameter": "ucpstore.checkpoint",
+    "Plan": "ucpstore.engine.plan",
+    "Report": "ucpstore.engine.run",
+    "abandon": "ucpstore.api",
+    "convert": "ucpstore.api",
+    "diff": "ucpstore.api",
+    "open": "ucpstore.api",
+    "plan": "ucpstore.api",
+    "verify": "ucpstore.api",
+}
+
+__all__ = [
+    "Checkpoint",
+    "LazyTensor",
+    "Parameter",
+    "Plan",
+    "Report",
+    "UcpStoreError",
+    "__version__",
+    "abandon",
+    "convert",
+    "diff",
+    "open",
+    "plan",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'ucpstore' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Pure algebra of where tensor elements lie: regions, geometries, patterns, coverage."""
