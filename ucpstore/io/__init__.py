@@ -1,0 +1,46 @@
+"""Byte objects behind a URL: listing, ranged reads, whole-object writes and exclusive creation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ucpstore.io.base import Files, FileStat, Sink
+from ucpstore.io.urls import check_options, parse_url
+
+__all__ = ["FileStat", "Files", "Sink", "open_files"]
+
+
+def open_files(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Files:
+    """Files under a URL prefix. Nothing is read or created.
+
+    Parameters
+    ----------
+    url : str or path
+        A plain path (``~`` is expanded), ``file://``, ``memory://``, ``s3://BUCKET/FOLDER`` or
+        ``gs://BUCKET/FOLDER`` (``gcs://``).
+    options : mapping, optional
+        Storage options in fsspec's words. S3: ``key``, ``secret``, ``token``, ``profile``,
+        ``anon``, ``endpoint_url``, ``requester_pays``, ``client_kwargs`` (``region_name``). GCS:
+        ``token``, ``project``, ``endpoint_url``, ``requester_pays``.
+
+    Raises
+    ------
+    StorageError
+        The scheme or an option is unknown; the message names the valid ones.
+    """
+    location = parse_url(url)
+    options = dict(options or {})
+    check_options(location.scheme, options)
+    if location.scheme == "file":
+        from ucpstore.io.local import LocalFiles
+
+        return LocalFiles(location.path)
+    if location.scheme == "memory":
+        from ucpstore.io.memory import MemoryFiles
+
+        return MemoryFiles(location, options)
+    from ucpstore.io.remote import RemoteFiles
+
+    return RemoteFiles(location, options)

@@ -1,0 +1,128 @@
+"""Open read descriptors, shared by threads and bounded in number."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+
+__all__ = ["Descriptors", "OpenFile"]
+
+
+@dataclass(slots=True, eq=False)
+class OpenFile:
+    """A descriptor and how many borrow it."""
+
+    fd: int
+    users: int = 0
+    cached: bool = True
+
+
+class Descriptors:
+    """Least-recently-used cache of descriptors opened for reading.
+
+    A descriptor is counted while it is borrowed and is closed by whoever lets go of it last, so
+    that eviction never closes a file under another thread. More files than ``capacity`` may be open
+    while more threads than that read at once. A file that was deleted or replaced is opened anew.
+
+    Parameters
+    ----------
+    capacity : int
+        Descriptors that stay open while nobody uses them.
+    """
+
+    def __init__(self, capacity: int = 256) -> None:
+        self.capacity = capacity
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, OpenFile] = OrderedDict()
+        _ALL.add(self)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def take(self, path: str) -> OpenFile:
+        """Descriptor of ``path``, open until it is given back to `release`.
+
+        Raises
+        ------
+        OSError
+            The file cannot be opened.
+        """
+        with self._lock:
+            entry = self._open.get(path)
+            if entry is not None:
+                entry.users += 1
+                self._open.move_to_end(path)
+        if entry is not None:
+            if os.fstat(entry.fd).st_nlink > 0:
+                return entry
+            self.release(entry)
+            self.forget(path)
+        # Opened outside the lock: a slow server must not hold up other threads. Two threads may
+        # open the same file at once; the loser's descriptor lives for one use.
+        opened = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), users=1)
+        closing: list[int] = []
+        with self._lock:
+            if path in self._open:
+                opened.cached = False
+            else:
+                self._open[path] = opened
+                while len(self._open) > self.capacity:
+                    oldest, entry = next(iter(self._open.items()))
+                    closing += self._evict(oldest, entry)
+        _close(closing)
+        return opened
+
+    def release(self, entry: OpenFile) -> None:
+        """Give a descriptor back."""
+        with self._lock:
+            entry.users -= 1
+            close = entry.users == 0 and not entry.cached
+        if close:
+            os.close(entry.fd)
+
+    def forget(self, path: str) -> None:
+        """Open ``path`` anew the next time."""
+        with self._lock:
+            entry = self._open.get(path)
+            closing = [] if entry is None else self._evict(path, entry)
+        _close(closing)
+
+    def close(self) -> None:
+        """Close all descriptors that are not borrowed, and the others when they are returned."""
+        with self._lock:
+            closing = [
+                fd for path, entry in [*self._open.items()] for fd in self._evict(path, entry)
+            ]
+        _close(closing)
+
+    def _evict(self, path: str, entry: OpenFile) -> list[int]:
+        """Drop from the cache (locked); descriptors to close now."""
+        del self._open[path]
+        entry.cached = False
+        return [] if entry.users else [entry.fd]
+
+    def _after_fork(self) -> None:
+        """In a forked child the lock may be held, and users counted, by threads that are gone."""
+        self._lock = threading.Lock()
+        entries, self._open = self._open, OrderedDict()
+        _close([entry.fd for entry in entries.values()])
+
+
+def _close(descriptors: list[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)
+
+
+_ALL: weakref.WeakSet[Descriptors] = weakref.WeakSet()
+
+
+def _reset_all() -> None:
+    for cache in list(_ALL):
+        cache._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_all)
