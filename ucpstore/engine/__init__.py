@@ -1,0 +1,1 @@
+"""Plans and their execution. Knows contracts and layout, neither formats nor the store."""
