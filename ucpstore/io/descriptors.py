@@ -42,6 +42,11 @@ class Descriptors:
     def __len__(self) -> int:
         return len(self._open)
 
+    def __del__(self) -> None:
+        # Nobody borrows any more: a borrower holds a reference. So no lock is needed, and none may
+        # be waited for while garbage is collected.
+        _close([entry.fd for entry in self._open.values()])
+
     def take(self, path: str) -> OpenFile:
         """Descriptor of ``path``, open until it is given back to `release`.
 

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from ucpstore.errors import CheckpointNotFoundError, Kind, StorageError, UcpStoreError
+from ucpstore.io.s3 import s3_endpoint, s3_region
 from ucpstore.io.urls import Location
 
-__all__ = ["kvstore_spec", "s3_endpoint", "s3_region", "tensorstore_errors"]
+__all__ = ["kvstore_spec", "tensorstore_errors"]
 
 _PROFILE = "ucpstore"
 _RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "5s"}
@@ -58,33 +59,6 @@ def kvstore_spec(location: Location, options: Mapping[str, Any]) -> dict[str, An
     )
 
 
-def s3_endpoint(options: Mapping[str, Any]) -> str | None:
-    """Endpoint URL from the options or, as botocore does it, from the environment."""
-    found = options.get("endpoint_url") or (options.get("client_kwargs") or {}).get("endpoint_url")
-    found = found or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    return str(found).rstrip("/") if found else None
-
-
-def s3_region(options: Mapping[str, Any]) -> str | None:
-    """Region from the options, the environment or the profile; ``us-east-1`` for other servers."""
-    found = (options.get("client_kwargs") or {}).get("region_name") or os.environ.get("AWS_REGION")
-    if not found:
-        import botocore.session
-
-        session = botocore.session.Session(profile=options.get("profile"))
-        try:
-            found = session.get_config_variable("region")
-        except botocore.exceptions.ProfileNotFound as error:
-            raise StorageError(
-                f"storage option 'profile': found {options.get('profile')!r}, expected a profile of"
-                " the AWS configuration files.",
-                kind=Kind.NAME,
-            ) from error
-    if not found and s3_endpoint(options):
-        found = "us-east-1"
-    return str(found) if found else None
-
-
 def _s3_spec(location: Location, options: Mapping[str, Any]) -> dict[str, Any]:
     spec: dict[str, Any] = {
         "driver": "s3",
@@ -92,6 +66,8 @@ def _s3_spec(location: Location, options: Mapping[str, Any]) -> dict[str, Any]:
         "path": location.prefix,
         "aws_credentials": _aws_credentials(options),
         "s3_request_retries": _RETRIES,
+        # Sends If-None-Match without asking first whether the server can do that.
+        "use_conditional_write": True,
     }
     if endpoint := s3_endpoint(options):
         spec["endpoint"] = endpoint
@@ -121,6 +97,9 @@ def _aws_credentials(options: Mapping[str, Any]) -> dict[str, str]:
             credentials=_aws_file("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
             config=_aws_file("AWS_CONFIG_FILE", "~/.aws/config"),
         )
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
+        # The default chain begins with it, and logs an error for every other provider that it makes.
+        return {"type": "environment"}
     return {"type": "default"}
 
 

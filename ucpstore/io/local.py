@@ -20,7 +20,7 @@ from ucpstore.io.syscalls import has_syncfs, start_writeback, sync_filesystem
 __all__ = ["LocalFiles", "LocalSink"]
 
 TEMPORARY = ".ucpstore/tmp"
-"""Where unfinished objects lie; never listed."""
+"""Where unfinished objects lie; listed only when it is asked for by this very prefix."""
 
 _IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))
 _CHECKED_NAMES = 4096

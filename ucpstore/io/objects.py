@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -192,9 +193,13 @@ class ObjectFiles(ABC):
     def _client(self, kind: str, make: Any) -> Any:
         """A client of this process: event loops and TensorStore's threads do not survive forks."""
         key = kind, os.getpid()
-        if key not in self._clients:
-            self._clients.setdefault(key, make())
-        return self._clients[key]
+        client = self._clients.get(key)
+        if client is None:
+            with _Making.lock:
+                client = self._clients.get(key)
+                if client is None:
+                    client = self._clients[key] = make()
+        return client
 
     def _path(self, name: str) -> str:
         return f"{self.location.path}/{check_name(name)}"
@@ -223,8 +228,8 @@ class ObjectFiles(ABC):
 class ObjectSink:
     """One object that is collected in memory and put at `close`.
 
-    Memory: the declared size once while it is written, twice for the moment in which TensorStore
-    takes its own copy, and once until the store has answered.
+    Memory: the declared size once, from the start to the end of the put. On GCS three times for the
+    moment in which TensorStore takes the put over, then once.
     """
 
     def __init__(self, files: ObjectFiles, name: str, nbytes: int) -> None:
@@ -267,3 +272,17 @@ class ObjectSink:
             url=self._files.url,
             name=self._name,
         )
+
+
+class _Making:
+    """One client at a time is made: eight threads that start together need one, not eight."""
+
+    lock = threading.RLock()
+
+
+def _forget_lock() -> None:
+    _Making.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_lock)

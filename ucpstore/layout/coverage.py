@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, islice, pairwise
 from typing import TYPE_CHECKING, Literal
 
 from ucpstore.errors import Kind, LayoutError
@@ -105,7 +105,7 @@ def overlaps(boxes: Sequence[Region], *, limit: int = 100) -> list[tuple[int, in
     """
     live = [index for index, box in enumerate(boxes) if box.volume]
     if not live or boxes[live[0]].ndim == 0:
-        return [(live[0], index, boxes[index]) for index in live[1:]][:limit]
+        return [(i, j, boxes[i]) for i, j in islice(combinations(live, 2), limit)]
     ndim = boxes[live[0]].ndim
     dim = max(range(ndim), key=lambda d: len({boxes[index].offsets[d] for index in live}))
     live.sort(key=lambda index: boxes[index].offsets[dim])
@@ -138,7 +138,8 @@ def faults_of(geometry: Geometry, *, missing: Collection[int] = ()) -> list[Faul
     if lost and not found:
         found += [
             Fault("gap", piece.region, piece.slot, "its buffer is missing")
-            for piece in geometry.query(Region.full(geometry.shape))
+            for copy in range(geometry.copies)
+            for piece in geometry.query(Region.full(geometry.shape), copy)
             if piece.slot in lost
         ]
     return found
@@ -172,6 +173,7 @@ def require_covered(
     """
     found = faults_of(geometry, missing=missing)
     if not found:
+        _ = geometry.rule  # raises where copies inside the tensor have different rules
         return
     shown = "; ".join(_words(fault, slot_names) for fault in found[:_SHOWN])
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""

@@ -27,7 +27,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ucpstore.errors import Kind, LayoutError
-from ucpstore.layout.composite import Block, Blocks, Concat, Copies, Part, Stack
+from ucpstore.layout.blocks import Block, Blocks
+from ucpstore.layout.composite import Concat, Copies, Part, Stack
 from ucpstore.layout.flat import FlatEven, FlatRanges
 from ucpstore.layout.node import Geometry, Piece, Rule, Strided
 from ucpstore.layout.region import Region
@@ -94,6 +95,13 @@ def _ints(values: Any) -> tuple[int, ...]:
     return tuple(_int(value) for value in values)
 
 
+def _index(value: Any) -> int:
+    index = _int(value)
+    if index < 0:
+        raise IndexError(f"child {index} does not exist")
+    return index
+
+
 def _children(document: Mapping[str, Any], depth: int) -> tuple[Geometry, ...]:
     return tuple(_read(child, depth) for child in document["children"])
 
@@ -120,7 +128,7 @@ def _flat_ranges(document: Mapping[str, Any], _: int) -> Geometry:
 def _concat(document: Mapping[str, Any], depth: int) -> Geometry:
     children = _children(document, depth)
     parts = tuple(
-        Part(_int(width), children[_int(index)], _int(origin))
+        Part(_int(width), children[_index(index)], _int(origin))
         for width, index, origin in document["parts"]
     )
     return Concat(_ints(document["shape"]), _int(document["dim"]), parts)
@@ -129,7 +137,7 @@ def _concat(document: Mapping[str, Any], depth: int) -> Geometry:
 def _blocks(document: Mapping[str, Any], depth: int) -> Geometry:
     children = _children(document, depth)
     blocks = tuple(
-        Block(Region(_ints(offsets), _ints(sizes)), children[_int(index)], _ints(origin))
+        Block(Region(_ints(offsets), _ints(sizes)), children[_index(index)], _ints(origin))
         for offsets, sizes, index, origin in document["blocks"]
     )
     return Blocks(_ints(document["shape"]), blocks)

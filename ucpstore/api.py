@@ -1,0 +1,349 @@
+"""The public functions. This is where formats, store and engine are wired together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from ucpstore.checkpoint import Checkpoint
+from ucpstore.contracts import Format, Source
+from ucpstore.engine.plan import Plan, make_plan
+from ucpstore.engine.run import Report, Workers, run
+from ucpstore.engine.sizes import parse_bytes
+from ucpstore.engine.worker import Settings
+from ucpstore.errors import CheckpointNotFoundError, NotFoundError, UnrecognizedSourceError
+from ucpstore.events import Listener
+from ucpstore.io import open_files
+from ucpstore.io.base import Files
+
+if TYPE_CHECKING:
+    from ucpstore.inspect.diff import Diff
+    from ucpstore.inspect.verify import Verification
+    from ucpstore.store.target import ZarrTarget
+
+__all__ = ["abandon", "convert", "diff", "formats", "open", "plan", "verify"]
+
+DEFAULT_MEMORY_LIMIT = 2 << 30
+"""Bytes that tasks in flight may need together, where the caller gives no limit."""
+
+Url = str | os.PathLike[str]
+
+
+def formats() -> dict[str, Format]:
+    """Installed framework formats by name (entry-point group ``ucpstore.formats``)."""
+    found = {point.name: point.load() for point in entry_points(group="ucpstore.formats")}
+    return dict(sorted(found.items()))
+
+
+def open(  # noqa: A001
+    url: Url,
+    *,
+    format: str = "auto",  # noqa: A002
+    tag: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Open a checkpoint of any format as one lazy mapping. Reads metadata only.
+
+    Parameters
+    ----------
+    url : str or path
+        Folder or prefix: a path, ``s3://``, ``gs://`` or ``memory://``.
+    format : str
+        ``auto`` detects; ``ucpstore`` is our own store; else the name of an installed format.
+    tag : str, optional
+        Which checkpoint of a folder that holds several; by default the one that it calls the latest.
+    storage_options : mapping, optional
+        In fsspec's words.
+
+    Returns
+    -------
+    Checkpoint
+        ``fqn -> state -> LazyTensor``.
+
+    Raises
+    ------
+    CheckpointNotFoundError, UnrecognizedSourceError, IncompleteSourceError, CorruptSourceError
+    UnsafePickleError
+        A pickle asks for something that only running its code could give.
+    UncommittedError
+        A conversion into this URL is not finished.
+
+    Examples
+    --------
+    >>> checkpoint = ucpstore.open("run/checkpoints")                    # doctest: +SKIP
+    >>> checkpoint["model.norm.weight"].fp32[:4]                         # doctest: +SKIP
+    """
+    return Checkpoint(_open_source(open_files(os.fspath(url), storage_options), format, tag))
+
+
+def _open_source(files: Files, name: str, tag: str | None) -> Source:
+    """Detect the format (our own first) and open."""
+    from ucpstore.store.source import StoreFormat
+
+    own = StoreFormat()
+    known: dict[str, Format] = {own.name: own, **formats()}
+    if name != "auto":
+        if name not in known:
+            raise NotFoundError(f"no format {name!r}: installed are {', '.join(known)}.", format=name)
+        return known[name].open(files, tag=tag)
+    seen = []
+    for format_ in known.values():
+        detection = format_.detect(files)
+        if detection.matches:
+            return format_.open(files, tag=tag)
+        seen.append(f"{format_.name}: {detection.evidence}")
+    if not files.list(recursive=False) and not files.folders():
+        raise CheckpointNotFoundError(f"nothing is at {files.url}.", url=files.url)
+    raise UnrecognizedSourceError(
+        f"{files.url} is no checkpoint that is known here: {'; '.join(seen)}.",
+        hint="Give the folder that the framework's save wrote (DeepSpeed: the one with 'latest'), or format=.",
+        url=files.url,
+    )
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Everything that decides a conversion, so that a worker process can open it again."""
+
+    source: str
+    dest: str
+    format: str
+    tag: str | None
+    states: tuple[str, ...] | None
+    only: tuple[str, ...] | None
+    exclude: tuple[str, ...] | None
+    source_options: Mapping[str, Any] = field(repr=False)
+    dest_options: Mapping[str, Any] = field(repr=False)
+
+    def open(self) -> tuple[Plan, Source, ZarrTarget]:
+        """Open the source, lay out the target and plan; reads metadata only."""
+        from ucpstore.store.grid import plan_arrays
+        from ucpstore.store.target import ZarrTarget
+
+        source = _open_source(open_files(self.source, self.source_options), self.format, self.tag)
+        files = open_files(self.dest, self.dest_options)
+        arrays = plan_arrays(source, states=self.states, only=self.only, exclude=self.exclude)
+        target = ZarrTarget(files, arrays, source=source, step=_step(source))
+        members = [member for array in arrays for member in array.members]
+        return (
+            make_plan(source, target, states=members, free_space=files.free_space()),
+            source,
+            target,
+        )
+
+
+def _step(source: Source) -> int | None:
+    """The training step, where the source counts steps."""
+    step = source.common.document.get("counters", {}).get("global_steps")
+    return step if isinstance(step, int) else None
+
+
+def _open_job(request: _Request) -> tuple[str, Source, ZarrTarget]:
+    found, source, target = request.open()
+    return found.digest, source, target
+
+
+def plan(
+    source: Url,
+    dest: Url,
+    *,
+    format: str = "auto",  # noqa: A002
+    tag: str | None = None,
+    states: Sequence[str] | None = None,
+    only: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    source_options: Mapping[str, Any] | None = None,
+    dest_options: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Say what `convert` with the same arguments would do. Writes nothing.
+
+    Returns
+    -------
+    Plan
+        ``summary()`` for people, ``to_json()`` for programs.
+    """
+    request = _request(
+        source, dest, format, tag, states, only, exclude, source_options, dest_options
+    )
+    return request.open()[0]
+
+
+def _request(
+    source: Url,
+    dest: Url,
+    format_: str,
+    tag: str | None,
+    states: Sequence[str] | None,
+    only: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    source_options: Mapping[str, Any] | None,
+    dest_options: Mapping[str, Any] | None,
+) -> _Request:
+    return _Request(
+        source=os.fspath(source),
+        dest=os.fspath(dest),
+        format=format_,
+        tag=tag,
+        states=_names(states),
+        only=_names(only),
+        exclude=_names(exclude),
+        source_options=dict(source_options or {}),
+        dest_options=dict(dest_options or {}),
+    )
+
+
+def _names(names: Sequence[str] | None) -> tuple[str, ...] | None:
+    return (names,) if isinstance(names, str) else None if names is None else tuple(names)
+
+
+def convert(
+    source: Url,
+    dest: Url,
+    *,
+    format: str = "auto",  # noqa: A002
+    tag: str | None = None,
+    states: Sequence[str] | None = None,
+    only: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    executor: Executor | None = None,
+    workers: int = 1,
+    threads: int | None = None,
+    share: tuple[int, int] | None = None,
+    memory_limit: int | str | None = None,
+    retries: int = 4,
+    source_options: Mapping[str, Any] | None = None,
+    dest_options: Mapping[str, Any] | None = None,
+    on_event: Listener | None = None,
+) -> Report:
+    """Convert a checkpoint into atomic checkpoints: one chunked Zarr array per parameter and state.
+
+    One pass, no temporary copy, no whole tensor in memory. Nothing is visible at ``dest`` before
+    everything is there. After a crash or an interruption the same call continues where durable work
+    ended; racing calls with the same arguments co-operate.
+
+    Parameters
+    ----------
+    source, dest : str or path
+        URLs, as for `open`.
+    format, tag
+        As for `open`.
+    states : sequence of str, optional
+        Only these states; by default all that cannot be made again from others (16-bit copies of
+        master weights are left out).
+    only, exclude : sequence of str, optional
+        Globs over fully qualified names.
+    executor : concurrent.futures.Executor, optional
+        Where batches of tasks run. By default here (``workers=1``) or on ``workers`` processes.
+    workers, threads : int
+        Batches in flight, and tasks in flight inside each (the number of cores by default).
+    share : (int, int), optional
+        Do only part ``index`` of ``count``; other processes do the rest, and whoever finds everything
+        done commits.
+    memory_limit : int or str, optional, bytes
+        What tasks in flight may need together, such as ``"512MB"``; 2 GiB by default.
+    retries : int
+        Further attempts of a task whose storage fails in a way that may pass.
+    source_options, dest_options : mapping, optional
+        Storage options of the two sides, in fsspec's words.
+    on_event : callable, optional
+        Receives every `ucpstore.events.Event`.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    AlreadyExistsError
+        ``dest`` holds, or is claimed for, something else.
+    PlanError
+        Selection, memory limit or free space do not allow it; nothing was written.
+    IntegrityError
+        Replicas differ, or the source changed meanwhile.
+    StorageError
+    """
+    request = _request(
+        source, dest, format, tag, states, only, exclude, source_options, dest_options
+    )
+    found, opened, target = request.open()
+    limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else parse_bytes(memory_limit)
+    return run(
+        (opened, target),
+        found,
+        workers=Workers(
+            executor=executor, workers=workers, threads=threads, share=share, memory_limit=limit
+        ),
+        opener=partial(_open_job, request),
+        settings=Settings(threads=1, retries=retries),
+        emit=on_event,
+    )
+
+
+def abandon(dest: Url, *, storage_options: Mapping[str, Any] | None = None) -> str | None:
+    """Free the claim of a conversion into ``dest`` that will never be finished.
+
+    Workers of that conversion that still live notice before their next object and stop. Objects they
+    left are overwritten by the next conversion.
+
+    Returns
+    -------
+    str or None
+        Plan digest that held the claim; None where there was no open claim.
+    """
+    from ucpstore.store.protocol import CommitLog
+
+    return CommitLog(open_files(os.fspath(dest), storage_options)).abandon()
+
+
+def verify(
+    url: Url,
+    *,
+    against: Url | None = None,
+    format: str = "auto",  # noqa: A002
+    tag: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    against_options: Mapping[str, Any] | None = None,
+) -> Verification:
+    """Read every byte of a checkpoint and check it.
+
+    Checksums of every chunk, the recorded digest of every state, and replicas against each other; with
+    ``against`` also every element against another checkpoint (of any format). All findings are
+    collected.
+
+    Returns
+    -------
+    Verification
+        ``findings`` is empty where everything is right.
+    """
+    from ucpstore.inspect.verify import verify_source
+
+    checkpoint = open(url, format=format, tag=tag, storage_options=storage_options)
+    other = open(against, storage_options=against_options).source if against is not None else None
+    return verify_source(checkpoint.source, against=other)
+
+
+def diff(
+    left: Url,
+    right: Url,
+    *,
+    left_options: Mapping[str, Any] | None = None,
+    right_options: Mapping[str, Any] | None = None,
+) -> Diff:
+    """Compare two checkpoints of any format, bit by bit; equal digests settle without reading.
+
+    Returns
+    -------
+    Diff
+        Every state as equal, changed, added or removed, and differences of the common state.
+    """
+    from ucpstore.inspect.diff import diff_sources
+
+    return diff_sources(
+        open(left, storage_options=left_options).source,
+        open(right, storage_options=right_options).source,
+    )

@@ -1,0 +1,410 @@
+"""Lazy views over any source: `Checkpoint` -> `Parameter` -> `LazyTensor`.
+
+Nothing here reads tensor bytes until a tensor is indexed; no ``repr`` does I/O.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from types import EllipsisType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from ucpstore.contracts import Arrays, CommonState, Fragment, ParameterSpec, Role, Source, StateSpec
+from ucpstore.dtypes import numpy_dtype
+from ucpstore.errors import IndexingError, ParameterNotFoundError, UcpStoreError, close_names
+from ucpstore.layout.region import Region
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Checkpoint", "LazyTensor", "Parameter"]
+
+Index = int | slice | EllipsisType
+_REPR_CAP = 12
+
+
+class LazyTensor:
+    """One state of one parameter; indexing reads exactly the bytes that the index needs.
+
+    Supports integers, slices (any positive step) and ``...``; the result is a new numpy array.
+
+    Attributes
+    ----------
+    fqn, name : str
+        The parameter and the state.
+    shape : tuple of int
+    dtype : numpy.dtype
+        ``bfloat16`` and ``float8_*`` are ``ml_dtypes``' types.
+    role : Role
+    """
+
+    __slots__ = ("_source", "_spec", "fqn")
+
+    def __init__(self, source: Source, fqn: str, spec: StateSpec) -> None:
+        self._source = source
+        self._spec = spec
+        self.fqn = fqn
+
+    @property
+    def name(self) -> str:
+        return self._spec.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._spec.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self._spec.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return numpy_dtype(self._spec.dtype)
+
+    @property
+    def role(self) -> Role:
+        return self._spec.role
+
+    @property
+    def nbytes(self) -> int:
+        return self._spec.nbytes
+
+    @property
+    def digest(self) -> str | None:
+        """The recorded digest, or None where the format keeps none."""
+        return self._source.digest(self.fqn, self.name)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self.fqn!r} ({self.name}) is 0-d and has no length")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<LazyTensor {self.fqn!r} {self.name} {list(self.shape)} {self._spec.dtype}>"
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> Arrays:
+        region, inner = _basic_index(index, self.shape, f"{self.fqn!r} ({self.name})")
+        return self.read(region)[inner]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Arrays:
+        if copy is False:
+            raise ValueError(
+                f"{self.fqn!r} ({self.name}) is in storage: an array of it is always a copy"
+            )
+        values = self[...]
+        return values if dtype is None else values.astype(dtype)
+
+    def read(
+        self, region: Region | None = None, *, out: Arrays = None, compare: bool = False
+    ) -> Arrays:
+        """Read a region.
+
+        Parameters
+        ----------
+        region : Region, optional
+            Half-open box, in elements; the whole tensor by default.
+        out : numpy.ndarray, optional
+            Array of shape ``region.sizes`` and this tensor's dtype to read into (any strides).
+        compare : bool
+            Read every replica and require that they are bit-equal.
+
+        Returns
+        -------
+        numpy.ndarray
+            ``out``, or a new array.
+
+        Raises
+        ------
+        IntegrityError
+            Stored bytes are lost or damaged, or replicas differ.
+        """
+        import numpy as np
+
+        region = Region.full(self.shape) if region is None else region
+        if out is None:
+            out = np.empty(region.sizes, self.dtype)
+        elif out.dtype != self.dtype:
+            raise UcpStoreError(
+                f"cannot read {self.fqn!r} ({self.name}) into an array of {out.dtype}: it holds {self._spec.dtype}.",
+                hint="Read first, then cast.",
+            )
+        self._source.read(self.fqn, self.name, region, out, compare=compare)
+        return out
+
+    def torch(self, index: Index | tuple[Index, ...] = ...) -> torch.Tensor:
+        """The indexed elements as a CPU tensor of the same dtype."""
+        import numpy as np
+        import torch
+
+        values = np.require(self[index], requirements="C")
+        dtype = getattr(torch, self._spec.dtype)
+        raw = torch.from_numpy(values.reshape(-1).view(np.uint8))
+        return raw.view(dtype).reshape(values.shape)
+
+    def fragments(self, region: Region | None = None) -> Sequence[Fragment]:
+        """Where the source's files hold a region (metadata only)."""
+        return self._source.fragments(self.fqn, self.name, region or Region.full(self.shape))
+
+
+class Parameter(Mapping[str, LazyTensor]):
+    """A parameter: a mapping from state name to `LazyTensor`; states are attributes too."""
+
+    __slots__ = ("_source", "spec")
+
+    def __init__(self, source: Source, spec: ParameterSpec) -> None:
+        self._source = source
+        self.spec = spec
+
+    @property
+    def fqn(self) -> str:
+        return self.spec.fqn
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return next(iter(self.spec.states.values())).shape
+
+    @property
+    def pattern(self) -> str:
+        """How the source laid the parameter over its mesh axes."""
+        return self.spec.pattern
+
+    @property
+    def trainable(self) -> bool:
+        return self.spec.trainable
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Further names of the same tensor (tied weights)."""
+        return self.spec.aliases
+
+    def __getitem__(self, state: str) -> LazyTensor:
+        try:
+            return LazyTensor(self._source, self.fqn, self.spec.states[state])
+        except KeyError:
+            raise ParameterNotFoundError(
+                f"parameter {self.fqn!r} has no state {state!r}; it has {', '.join(self.spec.states)}.",
+                fqn=self.fqn,
+                state=state,
+            ) from None
+
+    def __getattr__(self, state: str) -> LazyTensor:
+        if state.startswith("__"):
+            raise AttributeError(state)
+        try:
+            return self[state]
+        except ParameterNotFoundError as error:
+            raise AttributeError(str(error)) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.spec.states)
+
+    def __len__(self) -> int:
+        return len(self.spec.states)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.spec.states]
+
+    def __repr__(self) -> str:
+        states = ", ".join(f"{s.name}: {s.dtype}" for s in self.spec.states.values())
+        tied = f", also {', '.join(self.aliases)}" if self.aliases else ""
+        return f"<Parameter {self.fqn!r} {list(self.shape)} ({states}){tied}>"
+
+
+class Checkpoint(Mapping[str, Parameter]):
+    """An open checkpoint: a mapping from fully qualified name to `Parameter`.
+
+    Aliases of tied parameters can be looked up too; iteration names every tensor once.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._aliases = {
+            alias: fqn for fqn, spec in source.parameters.items() for alias in spec.aliases
+        }
+
+    @property
+    def url(self) -> str:
+        return self.source.url
+
+    @property
+    def format(self) -> str:
+        return self.source.format
+
+    @property
+    def common(self) -> Mapping[str, Any]:
+        """Param groups, steps, scheduler, counters and everything else that is not per element."""
+        return self.source.common.document
+
+    @property
+    def common_tensors(self) -> Mapping[str, LazyTensor]:
+        """Tensors that the common state refers to as ``{"$tensor": name}``."""
+        tensors = self.source.common.tensors
+        return {name: LazyTensor(self.source, CommonState.FQN, s) for name, s in tensors.items()}
+
+    @property
+    def layout(self) -> Mapping[str, Any]:
+        """Degrees and facts of the layout that wrote the checkpoint."""
+        return self.source.parallelism
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What the reader noticed and the user should know."""
+        return self.source.warnings
+
+    def __getitem__(self, fqn: str) -> Parameter:
+        name = self._aliases.get(fqn, fqn)
+        try:
+            return Parameter(self.source, self.source.parameters[name])
+        except KeyError:
+            raise ParameterNotFoundError(
+                f"{self.url}: no parameter {fqn!r} among {len(self)}.",
+                hint=close_names(fqn, list(self.source.parameters)),
+                fqn=fqn,
+            ) from None
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self.source.parameters or fqn in self._aliases
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.source.parameters)
+
+    def __len__(self) -> int:
+        return len(self.source.parameters)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Nothing to release: files are opened per read and cached by the storage backend."""
+
+    def info(self) -> dict[str, Any]:
+        """Facts about the checkpoint as JSON values (``schemas/info.schema.json``)."""
+        states: dict[str, dict[str, Any]] = {}
+        for spec in self.source.parameters.values():
+            for state in spec.states.values():
+                entry = states.setdefault(
+                    state.name,
+                    {
+                        "role": str(state.role),
+                        "tensors": 0,
+                        "elements": 0,
+                        "nbytes": 0,
+                        "dtypes": [],
+                    },
+                )
+                entry["tensors"] += 1
+                entry["elements"] += state.nbytes // numpy_dtype(state.dtype).itemsize
+                entry["nbytes"] += state.nbytes
+                if state.dtype not in entry["dtypes"]:
+                    entry["dtypes"] = sorted([*entry["dtypes"], state.dtype])
+        specs = self.source.parameters.values()
+        return {
+            "url": self.url,
+            "format": self.format,
+            "layout": dict(self.layout),
+            "parameters": len(self),
+            "trainable": sum(spec.trainable for spec in specs),
+            "aliases": len(self._aliases),
+            "states": states,
+            "common": sorted(self.common),
+            "files": len(self.source.files()),
+            "warnings": list(self.warnings),
+        }
+
+    def tree(self, *, max_nodes: int = 300) -> str:
+        """The parameter names as a tree of their dotted segments, as text.
+
+        Parameters
+        ----------
+        max_nodes : int
+            Lines after which the rest is only counted.
+        """
+        lines = [f"{self.url} ({self.format}, {len(self)} parameters)"]
+        root: dict[str, Any] = {}
+        for fqn in self:
+            node = root
+            *parents, leaf = fqn.split(".")
+            for segment in parents:
+                node = node.setdefault(segment + ".", {})
+            node[leaf] = self[fqn]
+        _draw(root, "", lines)
+        if len(lines) > max_nodes:
+            lines = [*lines[:max_nodes], f"... {len(lines) - max_nodes} more lines"]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        head = f"<Checkpoint {self.url!r} ({self.format}): {len(self)} parameters>"
+        names = list(self.source.parameters)[:_REPR_CAP]
+        lines = [f"  {fqn} {list(self[fqn].shape)} {'/'.join(self[fqn])}" for fqn in names]
+        if len(self) > len(names):
+            lines.append(f"  ... {len(self) - len(names)} more")
+        return "\n".join([head, *lines])
+
+
+def _draw(node: Mapping[str, Any], indent: str, lines: list[str]) -> None:
+    """Append one line per child of ``node``, recursing into prefixes."""
+    entries = list(node.items())
+    for position, (name, child) in enumerate(entries):
+        last = position == len(entries) - 1
+        branch, deeper = ("└── ", "    ") if last else ("├── ", "│   ")
+        if isinstance(child, dict):
+            while len(child) == 1 and isinstance(next(iter(child.values())), dict):
+                (segment, child), *_ = child.items()
+                name += segment
+            lines.append(indent + branch + name)
+            _draw(child, indent + deeper, lines)
+            continue
+        states = ", ".join(f"{s.name} {s.dtype}" for s in child.spec.states.values())
+        notes = "" if child.trainable else ", not trained"
+        notes += f", also {', '.join(child.aliases)}" if child.aliases else ""
+        lines.append(f"{indent}{branch}{name} {list(child.shape)} ({states}){notes}")
+
+
+def _basic_index(
+    index: Index | tuple[Index, ...], shape: tuple[int, ...], what: str
+) -> tuple[Region, tuple[int | slice, ...]]:
+    """Split a numpy basic index into the box to read and the index into that box."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    fill = len(shape) - sum(item is not Ellipsis for item in items)
+    if fill < 0:
+        raise IndexingError(f"{what} has {len(shape)} dims, the index has {len(shape) - fill}")
+    if sum(item is Ellipsis for item in items) > 1:
+        raise IndexingError(f"{what}: an index can hold only one ellipsis")
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        items[at : at + 1] = [slice(None)] * fill
+    else:
+        items += [slice(None)] * fill
+    offsets, sizes, inner = [], [], []
+    for dim, (item, size) in enumerate(zip(items, shape, strict=True)):
+        if isinstance(item, slice):
+            start, stop, step = item.indices(size)
+            if step < 0:
+                raise IndexingError(
+                    f"{what}: dim {dim} has step {step}; only positive steps are read"
+                )
+            count = len(range(start, stop, step))
+            offsets.append(start if count else 0)
+            sizes.append((count - 1) * step + 1 if count else 0)
+            inner.append(slice(None, None, step))
+            continue
+        try:
+            position = operator.index(item)  # type: ignore[arg-type]
+        except TypeError:
+            raise IndexingError(
+                f"{what}: dim {dim} is indexed by {type(item).__name__}; expected an integer, a slice or '...'"
+            ) from None
+        if not -size <= position < size:
+            raise IndexingError(
+                f"{what}: index {position} is out of range for dim {dim} of size {size}"
+            )
+        offsets.append(position % size)
+        sizes.append(1)
+        inner.append(0)
+    return Region(tuple(offsets), tuple(sizes)), tuple(inner)

@@ -1,0 +1,327 @@
+"""``ucpstore``: the same verbs as the Python API, parsing and rendering only."""
+
+from __future__ import annotations
+
+import sys
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ucpstore import __version__, api
+from ucpstore.cli.environment import environment
+from ucpstore.cli.output import EXIT_FINDINGS, Output, options
+from ucpstore.cli.progress import Progress
+from ucpstore.engine.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from ucpstore.checkpoint import Checkpoint
+
+__all__ = ["main"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="ucpstore")
+def main() -> None:
+    """Open, convert and check distributed training checkpoints.
+
+    URLs are local paths or s3://, gs://, memory:// addresses. Exit codes: 0 ok, 1 findings, 2 usage,
+    3 source, pattern, layout or plan, 4 storage, 5 integrity, 130 interrupted (run again to continue).
+    """
+
+
+def _selection(command: Any) -> Any:
+    """Options that choose parameters and states."""
+    for option in (
+        click.option(
+            "--exclude", multiple=True, metavar="GLOB", help="Leave these parameters out."
+        ),
+        click.option("--only", multiple=True, metavar="GLOB", help="Only these parameters."),
+        click.option("--state", "states", multiple=True, metavar="NAME", help="Only these states."),
+        click.option("--tag", help="Checkpoint tag; by default the one that 'latest' names."),
+        click.option(
+            "--format", "format_", default="auto", show_default=True, help="Format of SOURCE."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _open(url: str, output: Output, *, format_: str = "auto", tag: str | None = None) -> Checkpoint:
+    checkpoint = api.open(url, format=format_, tag=tag, storage_options=output.storage_options)
+    for text in checkpoint.warnings:
+        output.note(f"warning: {text}")
+    return checkpoint
+
+
+_format = click.option(
+    "--format", "format_", default="auto", show_default=True, help="Format of URL."
+)
+_tag = click.option("--tag", help="Checkpoint tag; by default the one that 'latest' names.")
+
+
+@main.command()
+@click.argument("url")
+@_format
+@_tag
+@options
+def inspect(url: str, *, format_: str, tag: str | None, output: Output) -> None:
+    """Say what is at URL: format, layout, states, common state. Reads no tensor bytes."""
+    checkpoint = api.open(url, format=format_, tag=tag, storage_options=output.storage_options)
+    info = checkpoint.info()
+    if output.as_json:
+        output.json(info)
+        return
+    output.data(f"url         {info['url']}")
+    output.data(f"format      {info['format']}")
+    output.data(
+        "layout      " + ", ".join(f"{name}={value}" for name, value in info["layout"].items())
+    )
+    output.data(
+        f"parameters  {info['parameters']} ({info['trainable']} trainable, {info['aliases']} aliases)"
+        f" in {info['files']} files"
+    )
+    for name, state in info["states"].items():
+        output.data(
+            f"state       {name}: {state['tensors']} tensors, {state['elements']:,} elements,"
+            f" {format_bytes(state['nbytes'])}, {'/'.join(state['dtypes'])}, {state['role']}"
+        )
+    output.data("common      " + ", ".join(info["common"]))
+    for text in info["warnings"]:
+        output.data(f"warning     {text}")
+
+
+@main.command()
+@click.argument("url")
+@click.option(
+    "--fqn", default="*", show_default=True, metavar="GLOB", help="Only matching parameters."
+)
+@click.option("--state", metavar="NAME", help="Only this state.")
+@_format
+@_tag
+@options
+def ls(
+    url: str, *, fqn: str, state: str | None, format_: str, tag: str | None, output: Output
+) -> None:
+    """List parameters and states of URL, one line each."""
+    checkpoint = _open(url, output, format_=format_, tag=tag)
+    rows = [
+        (parameter, tensor)
+        for parameter in checkpoint.values()
+        if fnmatchcase(parameter.fqn, fqn)
+        for tensor in parameter.values()
+        if state in (None, tensor.name)
+    ]
+    if output.as_json:
+        output.json(
+            [
+                {
+                    "fqn": parameter.fqn,
+                    "state": tensor.name,
+                    "role": str(tensor.role),
+                    "shape": list(tensor.shape),
+                    "dtype": str(tensor.dtype),
+                    "nbytes": tensor.nbytes,
+                    "pattern": parameter.pattern,
+                    "aliases": list(parameter.aliases),
+                    "digest": tensor.digest,
+                }
+                for parameter, tensor in rows
+            ]
+        )
+        return
+    output.table(
+        ("FQN", "STATE", "SHAPE", "DTYPE", "BYTES", "PATTERN"),
+        [
+            (
+                p.fqn,
+                t.name,
+                "x".join(map(str, t.shape)) or "0-d",
+                str(t.dtype),
+                format_bytes(t.nbytes),
+                p.pattern,
+            )
+            for p, t in rows
+        ],
+    )
+
+
+@main.command()
+@click.argument("url")
+@click.option(
+    "--max-nodes", default=300, show_default=True, help="Lines before the rest is only counted."
+)
+@_format
+@_tag
+@options
+def tree(url: str, *, max_nodes: int, format_: str, tag: str | None, output: Output) -> None:
+    """Draw the parameters of URL as a tree of their names."""
+    checkpoint = _open(url, output, format_=format_, tag=tag)
+    text = checkpoint.tree(max_nodes=max_nodes)
+    if output.as_json:
+        output.json({"url": checkpoint.url, "format": checkpoint.format, "tree": text.splitlines()})
+    else:
+        output.data(text)
+
+
+def _plan_and_report(source: str, dest: str, output: Output, request: dict[str, Any]) -> None:
+    plan = api.plan(source, dest, **request)
+    if output.as_json:
+        output.json(plan.to_json())
+    else:
+        output.data(plan.summary())
+
+
+@main.command()
+@click.argument("source")
+@click.argument("dest")
+@_selection
+@options
+def plan(source: str, dest: str, *, output: Output, **request: Any) -> None:
+    """Say what converting SOURCE to DEST would read and write. Writes nothing."""
+    _plan_and_report(source, dest, output, _request(output, request))
+
+
+def _request(output: Output, request: dict[str, Any]) -> dict[str, Any]:
+    """CLI options as arguments of `ucpstore.api.convert`."""
+    chosen = {
+        "format": request["format_"],
+        "tag": request["tag"],
+        "states": request["states"] or None,
+        "only": request["only"] or None,
+        "exclude": request["exclude"] or None,
+    }
+    return {
+        **chosen,
+        "source_options": output.storage_options,
+        "dest_options": output.storage_options,
+    }
+
+
+def _share(
+    context: click.Context, option: click.Parameter, text: str | None
+) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    index, separator, count = text.partition("/")
+    if not (separator and index.isdigit() and count.isdigit() and int(index) < int(count)):
+        raise click.BadParameter(f"{text!r} is not I/N with 0 <= I < N", ctx=context, param=option)
+    return int(index), int(count)
+
+
+@main.command()
+@click.argument("source")
+@click.argument("dest")
+@_selection
+@click.option("--dry-run", is_flag=True, help="Only print the plan.")
+@click.option("--workers", default=1, show_default=True, help="Worker processes.")
+@click.option("--threads", type=int, help="Tasks in flight per worker; by default one per core.")
+@click.option(
+    "--worker", "share", metavar="I/N", callback=_share, help="Do only part I (from 0) of N."
+)
+@click.option("--memory-limit", metavar="BYTES", help="For tasks in flight, such as 512MB or 2GiB.")
+@click.option(
+    "--retries", default=4, show_default=True, help="Further attempts when storage fails."
+)
+@options
+def convert(
+    source: str,
+    dest: str,
+    *,
+    dry_run: bool,
+    workers: int,
+    threads: int | None,
+    share: tuple[int, int] | None,
+    memory_limit: str | None,
+    retries: int,
+    output: Output,
+    **request: Any,
+) -> None:
+    """Convert SOURCE into an atomic checkpoint at DEST.
+
+    Interrupted or killed? The same command again continues where durable work ended.
+    """
+    arguments = _request(output, request)
+    if dry_run:
+        _plan_and_report(source, dest, output, arguments)
+        return
+    with Progress(output) as progress:
+        report = api.convert(
+            source,
+            dest,
+            **arguments,
+            workers=workers,
+            threads=threads,
+            share=share,
+            memory_limit=memory_limit,
+            retries=retries,
+            on_event=progress,
+        )
+    if output.as_json:
+        output.json({"event": "report", **report.to_json()})
+        return
+    for text in report.warnings:
+        output.note(f"warning: {text}")
+    output.data(report.summary())
+
+
+@main.command()
+@click.argument("url")
+@click.option(
+    "--against", metavar="URL", help="Also compare with this checkpoint, element by element."
+)
+@options
+def verify(url: str, *, against: str | None, output: Output) -> None:
+    """Read every byte of URL and check it: checksums, digests, lost objects, replicas.
+
+    Exits with 1 if anything is found.
+    """
+    result = api.verify(url, against=against, storage_options=output.storage_options)
+    if output.as_json:
+        output.json(result.to_json())
+    else:
+        output.data(result.summary())
+    if result.findings:
+        sys.exit(EXIT_FINDINGS)
+
+
+@main.command()
+@click.argument("left")
+@click.argument("right")
+@click.option("--all", "show_all", is_flag=True, help="List equal states too.")
+@options
+def diff(left: str, right: str, *, show_all: bool, output: Output) -> None:
+    """Compare two checkpoints of any format, bit by bit. Exits with 1 if they differ."""
+    result = api.diff(
+        left, right, left_options=output.storage_options, right_options=output.storage_options
+    )
+    if output.as_json:
+        output.json(result.to_json())
+    else:
+        output.data(result.summary(show_all=show_all))
+    if not result.equal:
+        sys.exit(EXIT_FINDINGS)
+
+
+@main.command()
+@click.argument("dest")
+@options
+def abandon(dest: str, *, output: Output) -> None:
+    """Free the claim of a conversion to DEST that will never be finished."""
+    freed = api.abandon(dest, storage_options=output.storage_options)
+    if output.as_json:
+        output.json({"url": dest, "abandoned": freed})
+    else:
+        output.data(f"{dest}: " + (f"abandoned {freed}" if freed else "no open claim"))
+
+
+@main.command()
+@options
+def env(*, output: Output) -> None:
+    """Say what is installed here and what the machine offers, for bug reports."""
+    facts = environment()
+    if output.as_json:
+        output.json(facts)
+        return
+    for name, value in facts.items():
+        output.data(f"{name:<14} {value}")

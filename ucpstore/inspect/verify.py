@@ -1,0 +1,137 @@
+"""Reading every byte of a checkpoint and checking it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ucpstore.contracts import Arrays, CommonState, Source, StateSpec
+from ucpstore.digest import digest_reads
+from ucpstore.engine.sizes import format_bytes
+from ucpstore.errors import CorruptSourceError, IntegrityError, Kind, NotFoundError
+from ucpstore.inspect.diff import compare_states
+from ucpstore.inspect.stream import all_states, block_bytes, in_parallel
+from ucpstore.layout.region import Region
+
+__all__ = ["Finding", "Verification", "verify_source"]
+
+VERIFICATION_VERSION = "1.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong with a state.
+
+    Attributes
+    ----------
+    fqn, state : str
+    kind : str
+        `ucpstore.errors.Kind` value: ``checksum``, ``lost_object``, ``replicas_differ``, ``truncated``, ...
+        or ``differs`` from the checkpoint that was compared.
+    message : str
+        Names the object and the box.
+    """
+
+    fqn: str
+    state: str
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Result of reading everything.
+
+    Attributes
+    ----------
+    url : str
+    states, nbytes : int
+        What was read.
+    digests : int
+        States whose recorded digest was recomputed.
+    findings : tuple of Finding
+    """
+
+    url: str
+    against: str | None
+    states: int
+    nbytes: int
+    digests: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values (``schemas/verification.schema.json``)."""
+        return {
+            "version": VERIFICATION_VERSION,
+            **asdict(self),
+            "ok": self.ok,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+    def summary(self) -> str:
+        """As text: the findings, then one line."""
+        lines = [f"{f.kind:<16} {f.fqn} {f.state}: {f.message}" for f in self.findings]
+        against = f", compared with {self.against}" if self.against else ""
+        verdict = "nothing wrong" if self.ok else f"{len(self.findings)} findings"
+        lines.append(
+            f"{self.url}: read {self.states} states, {format_bytes(self.nbytes)}; {self.digests} digests"
+            f" recomputed{against}: {verdict}"
+        )
+        return "\n".join(lines)
+
+
+def verify_source(source: Source, *, against: Source | None = None) -> Verification:
+    """Read every state of ``source``; see `ucpstore.api.verify`."""
+    states = list(all_states(source))
+    results = in_parallel(lambda item: _check(source, against, *item), states)
+    return Verification(
+        url=source.url,
+        against=against.url if against else None,
+        states=len(states),
+        nbytes=sum(spec.nbytes for _, spec in states),
+        digests=sum(source.digest(fqn, spec.name) is not None for fqn, spec in states),
+        findings=tuple(finding for findings in results for finding in findings),
+    )
+
+
+def _check(source: Source, against: Source | None, fqn: str, spec: StateSpec) -> Sequence[Finding]:
+    def read(region: Region, out: Arrays) -> None:
+        source.read(fqn, spec.name, region, out, compare=True)
+
+    try:
+        found = digest_reads(spec.shape, spec.dtype, read, block_bytes=block_bytes(source))
+        recorded = source.digest(fqn, spec.name)
+        if recorded is not None and str(found) != recorded:
+            message = f"the bytes have digest {found}, the checkpoint recorded {recorded}"
+            return [Finding(fqn, spec.name, str(Kind.CHECKSUM), message)]
+        return [] if against is None else _compare(source, against, fqn, spec)
+    except (IntegrityError, CorruptSourceError, NotFoundError) as error:
+        return [Finding(fqn, spec.name, str(error.kind), str(error))]
+
+
+def _compare(source: Source, against: Source, fqn: str, spec: StateSpec) -> Sequence[Finding]:
+    if fqn == CommonState.FQN:
+        other = against.common.tensors.get(spec.name)
+    else:
+        parameter = against.parameters.get(fqn)
+        other = parameter.states.get(spec.name) if parameter else None
+    if other is None and spec.derived:
+        return []
+    result = compare_states(source, against, fqn, spec.name, spec, other)
+    if result.status == "equal":
+        return []
+    if result.status == "removed":
+        detail = f"{against.url} does not have it"
+    elif result.status == "changed":
+        detail = (
+            f"{result.changed} of {result.elements} elements differ, the first at {result.first}"
+        )
+    else:
+        detail = f"{result.status} differs: {result.detail}"
+    return [Finding(fqn, spec.name, "differs", detail)]

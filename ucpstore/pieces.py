@@ -1,0 +1,304 @@
+"""A `Source` made of pieces: what every framework reader builds, and the one way to its bytes.
+
+Reading a region is: query the geometry for pieces, turn every piece into contiguous byte ranges, and
+scatter each range straight into the caller's array (UCP's *Extract* and *Union* in one step, with no
+temporary copy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ucpstore.contracts import (
+    Arrays,
+    CommonState,
+    Fragment,
+    ParameterSpec,
+    SourceFile,
+    StateSpec,
+)
+from ucpstore.dtypes import itemsize
+from ucpstore.errors import (
+    CorruptSourceError,
+    IntegrityError,
+    Kind,
+    LayoutError,
+    ParameterNotFoundError,
+    close_names,
+)
+from ucpstore.io.base import Files
+from ucpstore.layout.geometry import Geometry, Piece
+from ucpstore.layout.region import Region
+
+__all__ = ["Bound", "Buffer", "PieceSource"]
+
+_LOCAL_GAP = 4 << 10
+_REMOTE_GAP = 1 << 20
+"""Bytes: neighbouring ranges of one file whose gap is at most this are read as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A stored run of bytes: one tensor storage inside one file.
+
+    Attributes
+    ----------
+    file : int
+        Index into the source's file table.
+    offset : int, bytes
+        Where the run starts in the file; need not be aligned.
+    nbytes : int
+    """
+
+    file: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A state's geometry bound to real buffers: slot ``i`` of the geometry is ``buffers[i]``.
+
+    ``buffers`` is shared between the states that lie in the same files, never copied per parameter.
+    """
+
+    geometry: Geometry
+    buffers: Sequence[Buffer]
+    dtype: str
+    big_endian: bool = False
+
+
+class PieceSource:
+    """A checkpoint whose states are pieces of other people's files.
+
+    Parameters
+    ----------
+    format : str
+        Name of the format that built it.
+    files : Files
+    file_table : sequence of SourceFile
+        Every file that the checkpoint depends on; `Buffer.file` indexes it.
+    parameters : mapping of str to ParameterSpec
+    common : CommonState
+    parallelism : mapping
+        Facts about the layout that wrote the checkpoint.
+    warnings : sequence of str
+    bound : mapping of (fqn, state) to Bound
+        One entry per state of every parameter, and one per common tensor under `CommonState.FQN`.
+    """
+
+    def __init__(
+        self,
+        *,
+        format: str,  # noqa: A002
+        files: Files,
+        file_table: Sequence[SourceFile],
+        parameters: Mapping[str, ParameterSpec],
+        common: CommonState,
+        parallelism: Mapping[str, Any],
+        warnings: Sequence[str],
+        bound: Mapping[tuple[str, str], Bound],
+    ) -> None:
+        self.format = format
+        self.url = files.url
+        self.is_local = files.is_local
+        self.parameters = parameters
+        self.common = common
+        self.parallelism = parallelism
+        self.warnings = warnings
+        self._files = files
+        self._table = tuple(file_table)
+        self._bound = bound
+
+    def __repr__(self) -> str:
+        return f"<PieceSource {self.format} {self.url!r}: {len(self.parameters)} parameters, {len(self._table)} files>"
+
+    def files(self) -> Sequence[SourceFile]:
+        return sorted(self._table, key=lambda file: file.name)
+
+    def current_files(self) -> Sequence[SourceFile]:
+        found = []
+        for file in self.files():
+            stat = self._files.stat(file.name)
+            found.append(SourceFile(file.name, -1, "") if stat is None else SourceFile.of(stat))
+        return found
+
+    def spec(self, fqn: str, state: str) -> StateSpec:
+        """The state's spec.
+
+        Raises
+        ------
+        ParameterNotFoundError
+        """
+        states = self.common.tensors if fqn == CommonState.FQN else None
+        if states is None and fqn in self.parameters:
+            states = self.parameters[fqn].states
+        if states is None:
+            raise ParameterNotFoundError(
+                f"{self.url}: no parameter {fqn!r}",
+                hint=close_names(fqn, list(self.parameters)),
+                fqn=fqn,
+            )
+        if state not in states:
+            raise ParameterNotFoundError(
+                f"{self.url}: parameter {fqn!r} has no state {state!r}; it has {', '.join(states)}.",
+                fqn=fqn,
+                state=state,
+            )
+        return states[state]
+
+    def bound(self, fqn: str, state: str) -> Bound:
+        """The state's geometry and buffers."""
+        self.spec(fqn, state)
+        return self._bound[fqn, state]
+
+    def read(
+        self, fqn: str, state: str, region: Region, out: Arrays, *, compare: bool = False
+    ) -> None:
+        bound = self.bound(fqn, state)
+        if not Region.full(bound.geometry.shape).contains(region) or out.shape != region.sizes:
+            raise LayoutError(
+                f"cannot read {fqn!r} ({state}) {region} into an array of shape {out.shape}: the state has shape"
+                f" {bound.geometry.shape}.",
+                fqn=fqn,
+                state=state,
+            )
+        if not region.volume:
+            return
+        if bound.geometry.rule == "average" and bound.geometry.copies > 1:
+            self._read_average(bound, region, out)
+            return
+        for piece in bound.geometry.query(region):
+            self._fill(bound, piece, out[piece.region.within(region).slices])
+        if compare and bound.geometry.rule == "equal":
+            for copy in range(1, bound.geometry.copies):
+                self._compare(bound, region, out, copy=copy, name=f"{fqn!r} ({state})")
+
+    def _compare(self, bound: Bound, region: Region, out: Arrays, *, copy: int, name: str) -> None:
+        for piece in bound.geometry.query(region, copy=copy):
+            first = np.ascontiguousarray(out[piece.region.within(region).slices])
+            other = np.empty_like(first)
+            self._fill(bound, piece, other)
+            differs = first.reshape(-1).view(np.uint8) != other.reshape(-1).view(np.uint8)
+            if differs.any():
+                file = self._table[bound.buffers[piece.slot].file].name
+                index = np.unravel_index(int(differs.argmax()) // first.itemsize, first.shape)
+                at = tuple(int(i) + o for i, o in zip(index, piece.region.offsets, strict=True))
+                raise IntegrityError(
+                    f"replicas of {name} differ: copy {copy} in {file} has {other[index]!s} at {at}, the first"
+                    f" copy has {first[index]!s}; {int(differs.sum())} bytes of {piece.region} differ.",
+                    hint="Say which copy counts with a rule: first or average.",
+                    kind=Kind.REPLICAS_DIFFER,
+                )
+
+    def _read_average(self, bound: Bound, region: Region, out: Arrays) -> None:
+        """Mean of the copies in fp32, summed in rank order; bit-equal copies are kept as they are."""
+        copies = []
+        for copy in range(bound.geometry.copies):
+            values = np.empty(region.sizes, out.dtype)
+            for piece in bound.geometry.query(region, copy=copy):
+                self._fill(bound, piece, values[piece.region.within(region).slices])
+            copies.append(values)
+        if all(values.tobytes() == copies[0].tobytes() for values in copies[1:]):
+            out[...] = copies[0]
+            return
+        total = copies[0].astype(np.float32)
+        for values in copies[1:]:
+            total += values.astype(np.float32)
+        out[...] = total / np.float32(len(copies))
+
+    def cuts(self, fqn: str, state: str) -> tuple[tuple[int, ...], ...]:
+        return self.bound(fqn, state).geometry.cuts()
+
+    def fragments(self, fqn: str, state: str, region: Region) -> Sequence[Fragment]:
+        bound = self.bound(fqn, state)
+        size = itemsize(bound.dtype)
+        found = []
+        for piece in bound.geometry.query(region):
+            buffer = bound.buffers[piece.slot]
+            found.append(
+                Fragment(
+                    piece.region,
+                    self._table[buffer.file].name,
+                    buffer.offset + piece.offset * size,
+                    piece.region.volume * size,
+                )
+            )
+        return found
+
+    def count_reads(self, fqn: str, state: str) -> int:
+        return self.bound(fqn, state).geometry.count()
+
+    def digest(self, fqn: str, state: str) -> str | None:
+        self.spec(fqn, state)
+        return None
+
+    def _fill(self, bound: Bound, piece: Piece, view: Arrays) -> None:
+        """Scatter the bytes of one piece into ``view``."""
+        size = view.itemsize
+        buffer = bound.buffers[piece.slot]
+        name = self._table[buffer.file].name
+        sizes = piece.region.sizes
+        last = piece.offset + sum((n - 1) * s for n, s in zip(sizes, piece.strides, strict=True))
+        if (last + 1) * size > buffer.nbytes:
+            raise CorruptSourceError(
+                f"{name}: elements {piece.offset}-{last} are needed of a stored tensor of {buffer.nbytes // size}.",
+                kind=Kind.TRUNCATED,
+            )
+        start = buffer.offset + piece.offset * size
+        limit = _LOCAL_GAP if self.is_local else _REMOTE_GAP
+        for offset, parts in _merged(_runs(view, piece.strides), limit):
+            self._files.read_into(name, start + offset, parts)
+        if bound.big_endian and size > 1:
+            view[...] = view.byteswap()
+
+
+def _runs(view: Arrays, strides: tuple[int, ...]) -> Iterator[tuple[int, memoryview]]:
+    """Byte offset (from the piece's start) and destination of every run contiguous in both places."""
+    size = view.itemsize
+    split = view.ndim
+    expected = 1
+    while split and (
+        view.shape[split - 1] == 1
+        or (strides[split - 1] == expected and view.strides[split - 1] == expected * size)
+    ):
+        split -= 1
+        expected *= view.shape[split]
+    if split == 0:
+        yield 0, _bytes_of(view)
+        return
+    outer = tuple(s * size for s in strides[:split])
+    for index in np.ndindex(view.shape[:split]):
+        yield sum(i * s for i, s in zip(index, outer, strict=True)), _bytes_of(view[(*index, ...)])
+
+
+def _bytes_of(view: Arrays) -> memoryview:
+    flat = view.reshape(-1)  # contiguous, so that this never copies
+    return memoryview(flat.view(np.uint8))
+
+
+def _merged(
+    runs: Iterator[tuple[int, memoryview]], limit: int
+) -> Iterator[tuple[int, list[memoryview]]]:
+    """Join runs that follow each other in the file with gaps of at most ``limit`` bytes."""
+    first = end = 0
+    parts: list[memoryview] = []
+    waste = None
+    for offset, part in runs:
+        gap = offset - end
+        if parts and 0 <= gap <= limit:
+            if gap:
+                waste = waste or memoryview(bytearray(limit))
+                parts.append(waste[:gap])
+        else:
+            if parts:
+                yield first, parts
+            first, parts = offset, []
+        parts.append(part)
+        end = offset + len(part)
+    if parts:
+        yield first, parts

@@ -1,0 +1,345 @@
+"""`ZarrTarget`: a source becomes one Zarr hierarchy, object by object, and visible at once.
+
+The steps are those of `ucpstore.store.protocol`; every one is idempotent, and a crash anywhere is mended
+by the same command. Committed bytes hold no timestamps, host names, paths or URLs: the same inputs give
+the same bytes, whatever the number of workers, the order of tasks and the crashes on the way.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import hashlib
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, overload
+
+from ucpstore.contracts import Arrays, ParameterSpec, Record, Source, Task
+from ucpstore.digest import TileDigest, merge
+from ucpstore.errors import IntegrityError, Kind, PlanError, listing
+from ucpstore.io.base import Files, FileStat
+from ucpstore.layout.region import Region
+from ucpstore.store.arrays import ArraySpec
+from ucpstore.store.documents import ROOT, VERSION, RootAttributes, encode
+from ucpstore.store.encoder import encode_object, encoder_memory
+from ucpstore.store.hierarchy import COMMON, PARAMS, child_documents, root_document
+from ucpstore.store.protocol import CommitLog
+from ucpstore.store.reading import ArrayReader
+
+__all__ = ["ZarrTarget"]
+
+TEMPORARY = ".ucpstore/tmp"
+_ROOT_LIMIT = 64 * 1024  # bytes of the root document without its consolidated part
+_PUT_THREADS = 16
+_PUT_COPIES = 3
+"""Copies of an object in memory around a put: the sink's, TensorStore's while it sends, and that of the
+put before it, which its HTTP client lets go of late (measured: 196 MiB for objects of 64 MiB)."""
+
+
+class ZarrTarget:
+    """A Zarr hierarchy to be written. Picklable; `write` is safe to call from many threads.
+
+    Parameters
+    ----------
+    files : Files
+        The destination.
+    arrays : sequence of ArraySpec
+        Arrays to write; those of the common state lie under ``common/``.
+    source : Source
+        Described, not kept: parameters, common document, format and parallelism.
+    step : int, optional
+        Training step.
+
+    Raises
+    ------
+    PlanError
+        The common state or the attributes hold something that JSON lacks.
+    """
+
+    format = "zarr"
+
+    def __init__(
+        self, files: Files, arrays: Sequence[ArraySpec], *, source: Source, step: int | None = None
+    ) -> None:
+        self.url = files.url
+        self.is_local = files.is_local
+        self._files = files
+        self._arrays = tuple(arrays)
+        self._starts = (0, *itertools.accumulate(array.num_objects for array in arrays))
+        self._parameters: Mapping[str, ParameterSpec] = source.parameters
+        self._common = dict(source.common.document)
+        self._source = {"format": source.format, "parallelism": dict(source.parallelism)}
+        self._step = step
+        self._log = CommitLog(files)
+        self._leftovers: tuple[str, ...] = ()
+        size = len(encode(self._attributes("0" * 64, 0)))
+        if size >= _ROOT_LIMIT:
+            raise PlanError(
+                f"the description of the source takes {size} bytes of the root document, "
+                f"expected less than {_ROOT_LIMIT}."
+            )
+
+    def __repr__(self) -> str:
+        return f"<ZarrTarget {self.url!r}: {len(self._arrays)} arrays, {self._starts[-1]} objects>"
+
+    # ------------------------------------------------------------------ plan
+
+    def document(self) -> Mapping[str, Any]:
+        """Everything that decides the target's bytes.
+
+        The metadata of all nodes (paths, shapes, dtypes, tiles, shards, members, the parameters'
+        attributes, the common document) goes in as one hash, so that its size is independent of
+        the number of arrays.
+        """
+        nodes = hashlib.sha256()
+        for path, document in child_documents(self._arrays, self._parameters, self._common):
+            nodes.update(path.encode() + b"\0" + document)
+        return {
+            "target": "zarr",
+            "version": VERSION,
+            "num_arrays": len(self._arrays),
+            "num_objects": self._starts[-1],
+            "nodes_sha256": nodes.hexdigest(),
+            "source": self._source,
+            "step": self._step,
+        }
+
+    def tasks(self) -> Sequence[Task]:
+        """All objects to write; made when they are looked at, since there may be very many."""
+        return _Tasks(self._arrays, self._starts)
+
+    def task_memory(self) -> int:
+        """Bytes that one `write` in flight needs: the encoder's buffers, and remotely the object too."""
+        buffers = max(map(encoder_memory, self._arrays), default=0)
+        if self.is_local:
+            return buffers
+        # Objects at the start of the grid are whole, so that no other one is larger.
+        largest = max((a.object_nbytes(0) for a in self._arrays if a.num_objects), default=0)
+        return buffers + _PUT_COPIES * largest
+
+    # -------------------------------------------------------------- protocol
+
+    def begin(self, digest: str) -> bool:
+        """See `ucpstore.store.protocol.CommitLog.begin`."""
+        if not self._log.begin(digest):
+            return False
+        # Only what was left before this run began is swept: the rest belongs to running writers.
+        self._leftovers = tuple(stat.name for stat in self._files.list(TEMPORARY))
+        return True
+
+    def records(self) -> Mapping[int, Record]:
+        """Tasks that are durably done: recorded, and their objects are still as they were recorded."""
+        objects = self._objects()
+        tasks = self.tasks()
+        return {
+            record.task: record
+            for record in self._log.records()
+            if record.task < len(tasks) and _matches(record, tasks[record.task], objects)
+        }
+
+    def write(self, task: Task, source: Source) -> Record:
+        """Gather the object's bytes from ``source`` and write it whole.
+
+        Raises
+        ------
+        AlreadyExistsError
+            The destination was abandoned in the meantime (``ABANDONED``).
+        """
+        array, index = self._locate(task.index)
+        self._log.check()
+        sink = self._files.sink(task.key, task.nbytes)
+        try:
+            digest = encode_object(array, index, functools.partial(_read, array, source), sink)
+            self._log.check()
+            stat = sink.close()
+        except BaseException:
+            sink.abort()
+            raise
+        return Record(task.index, stat.nbytes, stat.token, digest)
+
+    def publish(self, records: Sequence[Record]) -> None:
+        """Make the objects of ``records`` durable, then record them."""
+        self._log.publish(records)
+
+    def commit(self, records: Mapping[int, Record]) -> None:
+        """Check every object against its record and make the checkpoint visible.
+
+        An object whose size is right but whose token is not was replaced after it was recorded: by
+        another writer of this plan (the same bytes), or by one whose plan was abandoned. It is read
+        back and must have the recorded digest.
+
+        Raises
+        ------
+        IntegrityError
+            Objects are missing or differ from their records (``LOST_OBJECT``).
+        AlreadyExistsError
+            The destination was abandoned (``ABANDONED``).
+        """
+        if self._log.committed():
+            return
+        objects = self._objects()
+        digests = self._check_objects(records, objects)
+        self._log.seal()
+        self._sweep(objects)
+        children = list(
+            child_documents(self._arrays, self._parameters, self._common, digests=digests)
+        )
+        self._write_children(children)
+        nbytes = sum(task.nbytes for task in self.tasks())
+        attributes = self._attributes(self._log.digest, nbytes)
+        self._log.write_root(root_document(attributes, children))
+
+    def abandon(self) -> str | None:
+        """See `ucpstore.store.protocol.CommitLog.abandon`."""
+        return self._log.abandon()
+
+    # -------------------------------------------------------------- internal
+
+    def _attributes(self, digest: str, nbytes: int) -> RootAttributes:
+        stored = {fqn for array in self._arrays for fqn, _ in array.members}
+        return RootAttributes(
+            version=VERSION,
+            plan_digest=digest,
+            num_objects=self._starts[-1],
+            num_arrays=len(self._arrays),
+            num_parameters=len(stored & self._parameters.keys()),
+            nbytes=nbytes,
+            source=self._source,
+            step=self._step,
+        )
+
+    def _locate(self, task: int) -> tuple[ArraySpec, int]:
+        """The array that task ``task`` belongs to, and the object's index in it."""
+        position = bisect.bisect_right(self._starts, task) - 1
+        return self._arrays[position], task - self._starts[position]
+
+    def _objects(self) -> dict[str, FileStat]:
+        found = self._files.list(PARAMS) + self._files.list(COMMON)
+        return {stat.name: stat for stat in found}
+
+    def _check_objects(
+        self, records: Mapping[int, Record], objects: Mapping[str, FileStat]
+    ) -> dict[str, str]:
+        """Digest of every array, by path, once all objects are what was recorded."""
+        chosen = dict(records)
+        tasks = self.tasks()
+        if any(not _matches(chosen.get(task.index), task, objects) for task in tasks):
+            for record in self._log.records():
+                if record.task < len(tasks) and _matches(record, tasks[record.task], objects):
+                    chosen[record.task] = record
+        lost = [task.key for task in tasks if not self._is_good(chosen.get(task.index), task, objects)]
+        if lost:
+            raise IntegrityError(
+                f"{self.url} cannot be committed: {len(lost)} of {len(tasks)} objects are missing, or "
+                f"are not what was written: {listing(lost)}.",
+                kind=Kind.LOST_OBJECT,
+                hint="Run the same command again: it writes them anew.",
+                url=self.url,
+                objects=lost,
+            )
+        digests = {}
+        for array, start, stop in zip(self._arrays, self._starts, self._starts[1:], strict=False):
+            value = merge(chosen[task].digest for task in range(start, stop))
+            digests[array.path] = str(TileDigest(array.logical_dtype, array.shape, value))
+        return digests
+
+    def _is_good(
+        self, record: Record | None, task: Task, objects: Mapping[str, FileStat]
+    ) -> bool:
+        if _matches(record, task, objects):
+            return True
+        stat = objects.get(task.key)
+        if record is None or stat is None or stat.nbytes != task.nbytes:
+            return False
+        array, index = self._locate(task.index)
+        try:
+            return ArrayReader(self._files).digest_object(array, index) == record.digest
+        except IntegrityError:
+            return False
+
+    def _sweep(self, objects: Mapping[str, FileStat]) -> None:
+        """Delete what dead writers left: unfinished files, and objects of an abandoned plan."""
+        wanted = {task.key for task in self.tasks()}
+        wanted |= {f"{array.path}/{ROOT}" for array in self._arrays}
+        strays = [name for name in objects if name not in wanted and not name.endswith(f"/{ROOT}")]
+        if strays or self._leftovers:
+            self._files.delete([*strays, *self._leftovers])
+
+    def _write_children(self, children: Sequence[tuple[str, bytes]]) -> None:
+        def write(child: tuple[str, bytes]) -> None:
+            path, document = child
+            sink = self._files.sink(f"{path}/{ROOT}", len(document))
+            try:
+                sink.write([document])
+                sink.close()
+            except BaseException:
+                sink.abort()
+                raise
+
+        if self.is_local:
+            for child in children:
+                write(child)
+        else:
+            with ThreadPoolExecutor(_PUT_THREADS) as pool:
+                for _ in pool.map(write, children):
+                    pass
+        self._files.sync()
+
+
+def _matches(record: Record | None, task: Task, objects: Mapping[str, FileStat]) -> bool:
+    """Whether the object is as it was right after the task was done."""
+    stat = objects.get(task.key)
+    return (
+        record is not None
+        and stat is not None
+        and record.nbytes == stat.nbytes == task.nbytes
+        and record.token == stat.token
+    )
+
+
+def _read(array: ArraySpec, source: Source, region: Region, out: Arrays) -> None:
+    """Fill ``out`` with a region of the array from the states that it is made of."""
+    if not array.stacked:
+        fqn, state = array.members[0]
+        source.read(fqn, state, region, out, compare=True)
+        return
+    inner = Region(region.offsets[1:], region.sizes[1:])
+    members = array.members[region.offsets[0] : region.stops[0]]
+    for (fqn, state), part in zip(members, out, strict=True):
+        source.read(fqn, state, inner, part, compare=True)
+
+
+class _Tasks(Sequence[Task]):
+    """The tasks of all arrays, made one at a time."""
+
+    def __init__(self, arrays: Sequence[ArraySpec], starts: Sequence[int]) -> None:
+        self._arrays = arrays
+        self._starts = starts
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = operator.index(index)
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(f"task {index} of {len(self)}")
+        position = bisect.bisect_right(self._starts, index) - 1
+        array, inner = self._arrays[position], index - self._starts[position]
+        return Task(index, array.object_key(inner), array.object_nbytes(inner))
+
+    def __iter__(self) -> Iterator[Task]:
+        for array, start in zip(self._arrays, self._starts, strict=False):
+            for inner in range(array.num_objects):
+                yield Task(start + inner, array.object_key(inner), array.object_nbytes(inner))
