@@ -1,0 +1,216 @@
+"""The checkpoints to make, as data: one `Case` is one training run and what to expect of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+Tied = Literal["no", "forward", "reverse"]
+Dtype = Literal["fp32", "bf16"]
+ModelName = Literal["llama", "tiny", "wide", "hf"]
+OptimizerName = Literal["adamw", "sgd", "rmsprop", "muon"]
+SchedulerName = Literal["warmup", "lambda", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One training run of unmodified DeepSpeed.
+
+    Attributes
+    ----------
+    name : str
+        Unique name; also the folder's.
+    world : int
+        Number of ranks (dp x tp).
+    stage : int
+        ZeRO stage, 1 to 3.
+    dtype : {"fp32", "bf16"}
+        Dtype of the model the engine trains.
+    zero, config : mapping
+        Additions to `zero_optimization` and to the whole DeepSpeed configuration.
+    tp : int
+        AutoTP size; needs ``model="hf"`` with `sizes`.
+    """
+
+    name: str
+    world: int
+    stage: int
+    dtype: Dtype
+    model: ModelName = "llama"
+    tied: Tied = "no"
+    frozen: bool = False
+    optimizer: OptimizerName = "adamw"
+    scheduler: SchedulerName = "warmup"
+    single_group: bool = False
+    steps: int = 3
+    exclude_frozen: bool = False
+    rich_client_state: bool = False
+    tp: int = 1
+    sizes: tuple[tuple[str, int], ...] = ()
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def dp(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.world // self.tp
+
+    def to_json(self) -> str:
+        """Return a stable text of everything the run depends on."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+# bf16 weights with fp32 gradient accumulation at stage 1: DeepSpeed picks its BF16_Optimizer.
+_FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+# Masters and moments in bf16 too.
+_BF16_STATES = {
+    "bf16": {
+        "enabled": True,
+        "bf16_master_weights_and_grads": True,
+        "bf16_optimizer_states": True,
+    }
+}
+_LEGACY_FILES = {"checkpoint": {"checkpoint_serialization": False}}
+
+_HF = (
+    ("vocab_size", 40),
+    ("hidden_size", 24),
+    ("intermediate_size", 36),
+    ("num_hidden_layers", 2),
+    ("num_attention_heads", 4),
+    ("num_key_value_heads", 2),
+    ("max_position_embeddings", 32),
+)
+# 3 key-value heads over 2 ranks (2 + 1) and 37 rows over 2 ranks (19 + 18).
+_HF_UNEVEN = (
+    *_HF[:1],
+    ("hidden_size", 24),
+    ("intermediate_size", 37),
+    ("num_hidden_layers", 1),
+    ("num_attention_heads", 6),
+    ("num_key_value_heads", 3),
+    *_HF[6:],
+)
+# 10 rows over 4 ranks: 3, 3, 2, 2.
+_HF_TEN = (
+    *_HF[:1],
+    ("hidden_size", 16),
+    ("intermediate_size", 10),
+    ("num_hidden_layers", 1),
+    ("num_attention_heads", 4),
+    ("num_key_value_heads", 4),
+    *_HF[6:],
+)
+
+
+def _grid() -> list[Case]:
+    """Return the pairwise cover of {stage} x {dtype} x {dp}; all six of dp=2."""
+    chosen: list[tuple[int, Dtype, int]] = [
+        (1, "fp32", 2),
+        (2, "fp32", 2),
+        (3, "fp32", 2),
+        (1, "bf16", 2),
+        (2, "bf16", 2),
+        (3, "bf16", 2),
+        (1, "bf16", 3),
+        (2, "fp32", 3),
+        (3, "bf16", 3),
+        (1, "fp32", 4),
+        (2, "bf16", 4),
+        (3, "fp32", 4),
+    ]
+    return [Case(f"s{stage}-{dtype}-dp{dp}", dp, stage, dtype) for stage, dtype, dp in chosen]
+
+
+def _structure() -> list[Case]:
+    """Return the cases about the model: tied, frozen, tiny and wide parameters."""
+    return [
+        Case("tied-s1-bf16-dp3", 3, 1, "bf16", tied="forward"),
+        Case("tied-s3-fp32-dp2", 2, 3, "fp32", tied="forward"),
+        Case("tied-bf16opt-dp4", 4, 1, "bf16", tied="forward", config=_FP32_GRADIENTS),
+        Case("tied-reverse-s2-fp32-dp2", 2, 2, "fp32", tied="reverse"),
+        Case("tied-reverse-s3-bf16-dp2", 2, 3, "bf16", tied="reverse"),
+        Case("frozen-s1-fp32-dp2", 2, 1, "fp32", frozen=True),
+        Case("frozen-s2-bf16-dp2", 2, 2, "bf16", frozen=True),
+        Case("frozen-s3-fp32-dp2", 2, 3, "fp32", frozen=True),
+        Case("frozen-s3-bf16-dp3", 3, 3, "bf16", frozen=True),
+        Case("frozen-bf16opt-dp2", 2, 1, "bf16", frozen=True, config=_FP32_GRADIENTS),
+        Case("exclude-frozen-s2-fp32-dp2", 2, 2, "fp32", frozen=True, exclude_frozen=True),
+        Case("exclude-frozen-s3-bf16-dp2", 2, 3, "bf16", frozen=True, exclude_frozen=True),
+        Case("tiny-s1-fp32-dp8", 8, 1, "fp32", model="tiny"),
+        Case("tiny-bf16opt-dp8", 8, 1, "bf16", model="tiny", config=_FP32_GRADIENTS),
+        Case("tiny-s3-fp32-dp8", 8, 3, "fp32", model="tiny"),
+        Case("wide-s1-fp32-dp12", 12, 1, "fp32", model="wide", single_group=True),
+        Case("wide-s3-bf16-dp12", 12, 3, "bf16", model="wide", single_group=True),
+    ]
+
+
+def _engine() -> list[Case]:
+    """Return the cases about DeepSpeed's own options and file layouts."""
+    small = {"sub_group_size": 300}
+    smaller = {"sub_group_size": 50}
+    round_robin = {"round_robin_gradients": True}
+    aligned = {"parameter_alignment": True}
+    both = {**round_robin, **aligned}
+    elastic = {"elastic_checkpoint": True}
+    return [
+        Case("bf16opt-dp2", 2, 1, "bf16", config=_FP32_GRADIENTS),
+        Case("bf16opt-dp3", 3, 1, "bf16", config=_FP32_GRADIENTS),
+        Case("subgroups-s3-fp32-dp2", 2, 3, "fp32", zero=small),
+        Case("subgroups-s3-bf16-dp3", 3, 3, "bf16", zero=smaller),
+        Case("roundrobin-s2-fp32-dp2", 2, 2, "fp32", zero=round_robin),
+        Case("roundrobin-s2-bf16-dp3", 3, 2, "bf16", zero=round_robin),
+        Case("aligned-s1-fp32-dp2", 2, 1, "fp32", zero=aligned),
+        Case("aligned-s2-bf16-dp3", 3, 2, "bf16", zero=aligned),
+        Case("aligned-roundrobin-s2-fp32-dp2", 2, 2, "fp32", zero=both),
+        Case("elastic-s1-bf16-dp3", 3, 1, "bf16", zero=elastic),
+        Case("elastic-s2-fp32-dp2", 2, 2, "fp32", zero=elastic),
+        Case("legacy-s2-fp32-dp2", 2, 2, "fp32", config=_LEGACY_FILES),
+        Case("legacy-s3-bf16-dp2", 2, 3, "bf16", config=_LEGACY_FILES),
+        Case("bf16states-s2-dp2", 2, 2, "bf16", config=_BF16_STATES),
+        Case("bf16states-s3-dp2", 2, 3, "bf16", config=_BF16_STATES),
+    ]
+
+
+def _loop() -> list[Case]:
+    """Return the cases about the user's training loop: optimizer, scheduler, client state."""
+    rich: dict[str, Any] = {"scheduler": "lambda", "rich_client_state": True}
+    return [
+        Case("sgd-s1-fp32-dp2", 2, 1, "fp32", optimizer="sgd"),
+        Case("sgd-s3-bf16-dp2", 2, 3, "bf16", optimizer="sgd"),
+        Case("rmsprop-s2-fp32-dp3", 3, 2, "fp32", optimizer="rmsprop"),
+        Case("muon-bf16opt-dp2", 2, 1, "bf16", optimizer="muon", config=_FP32_GRADIENTS),
+        Case("muon-s2-bf16-dp2", 2, 2, "bf16", optimizer="muon"),
+        Case("unstepped-s1-fp32-dp2", 2, 1, "fp32", steps=0),
+        Case("unstepped-s3-bf16-dp2", 2, 3, "bf16", steps=0),
+        Case("unstepped-bf16opt-dp2", 2, 1, "bf16", steps=0, config=_FP32_GRADIENTS),
+        Case("client-s2-bf16-dp2", 2, 2, "bf16", **rich),
+        Case("client-s3-fp32-dp2", 2, 3, "fp32", **rich),
+        Case("noscheduler-s1-fp32-dp2", 2, 1, "fp32", scheduler="none"),
+    ]
+
+
+def _tensor_parallel() -> list[Case]:
+    """Return the AutoTP cases: a Hugging Face LLaMA with grouped-query attention."""
+    hf: dict[str, Any] = {"model": "hf", "tp": 2, "sizes": _HF}
+    uneven: dict[str, Any] = {"model": "hf", "tp": 2, "sizes": _HF_UNEVEN}
+    ten: dict[str, Any] = {"model": "hf", "tp": 4, "sizes": _HF_TEN}
+    return [
+        Case("tp2-s1-bf16-dp1", 2, 1, "bf16", **hf),
+        Case("tp2-s1-fp32-dp2", 4, 1, "fp32", **hf),
+        Case("tp2-bf16opt-dp2", 4, 1, "bf16", config=_FP32_GRADIENTS, **hf),
+        Case("tp2-s2-bf16-dp2", 4, 2, "bf16", **hf),
+        Case("tp2-uneven-s1-fp32-dp2", 4, 1, "fp32", **uneven),
+        Case("tp4-uneven-s1-fp32-dp1", 4, 1, "fp32", **ten),
+    ]
+
+
+CASES: Mapping[str, Case] = MappingProxyType(
+    {
+        case.name: case
+        for case in [*_grid(), *_structure(), *_engine(), *_loop(), *_tensor_parallel()]
+    }
+)

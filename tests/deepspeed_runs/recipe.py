@@ -1,0 +1,59 @@
+"""The training recipe that DeepSpeed runs and a plain torch reference share: data and optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.deepspeed_runs.cases import Case
+from tests.deepspeed_runs.model import SEQUENCE
+
+VOCABULARY = {"llama": 53, "hf": 40, "tiny": 3, "wide": 15}
+CLIP = 1.0  # global gradient norm
+
+
+def parameter_groups(model: nn.Module, case: Case) -> list[dict[str, Any]]:
+    """Return the usual two groups: matrices decay, vectors do not and learn at another rate."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if case.single_group:
+        return [{"params": trainable, "weight_decay": 0.1, "lr": 1e-2}]
+    matrices = [p for p in trainable if p.dim() > 1]
+    vectors = [p for p in trainable if p.dim() <= 1]
+    return [
+        {"params": matrices, "weight_decay": 0.1, "lr": 1e-2},
+        {"params": vectors, "weight_decay": 0.0, "lr": 3e-2},
+    ]
+
+
+def build_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
+    """Return the torch optimizer of `case`."""
+    groups = parameter_groups(model, case)
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(groups, momentum=0.9)
+    if case.optimizer == "rmsprop":
+        return torch.optim.RMSprop(groups, centered=True)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-7)
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer | None, case: Case) -> Any:
+    """Return a torch scheduler, or None where DeepSpeed's own or none is used."""
+    if case.scheduler == "lambda" and optimizer is not None:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    return None
+
+
+def batch(case: Case, step: int, dp_rank: int) -> torch.Tensor:
+    """Return token ids (1, SEQUENCE + 1), different on every step and data-parallel rank."""
+    generator = torch.Generator().manual_seed(1000 * step + dp_rank)
+    return torch.randint(VOCABULARY[case.model], (1, SEQUENCE + 1), generator=generator)
+
+
+def loss_of(model: Any, tokens: torch.Tensor, case: Case) -> torch.Tensor:
+    """Return the training loss."""
+    if case.model == "hf":
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    else:
+        loss = model(tokens)
+    return loss

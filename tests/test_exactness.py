@@ -1,0 +1,129 @@
+"""The promise: every state of every real checkpoint is bit-equal to the framework's own getters, in the store.
+
+The virtual view is held against the same truth in ``tests/formats/deepspeed``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore as ts
+import zarr
+
+import ucpstore
+from tests.deepspeed_runs import CASES, Run, deepspeed_run
+
+CANONICAL = {"exp_avg": "adam_m", "exp_avg_sq": "adam_v"}
+HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+OPAQUE = {name for name in CASES if name.startswith("muon")}  # states that are refused: see the reader's tests
+
+
+def truth_states(run: Run) -> dict[tuple[str, str], np.ndarray[Any, Any]]:
+    """Masters and optimizer states by (fqn, our name), full over TP; 16 bits widened as the store does."""
+    found = {}
+    for key in run.tensors():
+        state, _, fqn = key.partition(":")
+        if state in ("weight", "buffer", "client"):
+            continue
+        value = run.full(state, fqn)
+        found[fqn, CANONICAL.get(state, state)] = (
+            value.astype(np.float32) if value.dtype in HALVES else value
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OPAQUE])
+def test_store_equals_the_live_framework(name: str, tmp_path: Path) -> None:
+    run = deepspeed_run(name)
+    report = ucpstore.convert(run.path, tmp_path / "store")
+    assert report.committed
+    store = ucpstore.open(tmp_path / "store")
+    truth = truth_states(run)
+    assert truth, "an empty truth proves nothing"
+    found = {
+        (fqn, state)
+        for fqn, parameter in store.items()
+        for state, tensor in parameter.items()
+        if str(tensor.role) not in ("model_weight", "buffer")
+    }
+    assert found == set(truth)
+    for (fqn, state), expected in truth.items():
+        value = store[fqn][state][...]
+        assert value.dtype == expected.dtype, (fqn, state)
+        assert value.shape == expected.shape, (fqn, state)
+        assert value.tobytes() == expected.tobytes(), (fqn, state)
+    verification = ucpstore.verify(tmp_path / "store", against=run.path)
+    assert verification.ok, verification.summary()
+    compared = ucpstore.diff(run.path, tmp_path / "store")
+    assert compared.equal, compared.summary()
+
+
+@pytest.mark.parametrize(
+    "name", ["frozen-s1-fp32-dp2", "frozen-s2-bf16-dp2", "frozen-s3-bf16-dp3", "frozen-bf16opt-dp2"]
+)
+def test_frozen_weights_and_buffers_are_kept(name: str, tmp_path: Path) -> None:
+    run = deepspeed_run(name)
+    ucpstore.convert(run.path, tmp_path / "store")
+    store = ucpstore.open(tmp_path / "store")
+    frozen = 0
+    for key, expected in run.tensors().items():
+        state, _, fqn = key.partition(":")
+        if state == "buffer" or (state == "weight" and fqn not in run.facts["parameters"]):
+            value = store[fqn][state][...]
+            assert value.dtype == expected.dtype, key
+            assert value.tobytes() == expected.tobytes(), key
+            frozen += 1
+    assert frozen >= 2
+
+
+def test_hyper_parameters_steps_and_counters_survive(tmp_path: Path) -> None:
+    run = deepspeed_run("s2-bf16-dp2")
+    ucpstore.convert(run.path, tmp_path / "store")
+    common = ucpstore.open(tmp_path / "store").common
+    groups = run.facts["groups"]
+    assert len(common["param_groups"]) == len(groups) >= 2
+    for found, expected in zip(common["param_groups"], groups, strict=True):
+        assert sorted(found["params"]) == sorted(expected["names"])
+        for name, value in expected["hyper"].items():
+            if not isinstance(value, list | tuple):
+                assert found[name] == value, name
+    assert groups[0]["hyper"]["weight_decay"] != groups[1]["hyper"]["weight_decay"]
+    steps = {fqn: facts["step"] for fqn, facts in run.facts["parameters"].items()}
+    assert common["steps"] == steps
+    assert common["counters"]["global_steps"] == run.facts["counters"]["global_steps"]
+
+
+def test_plain_zarr_and_tensorstore_read_it(tmp_path: Path) -> None:
+    run = deepspeed_run("s3-bf16-dp3")
+    ucpstore.convert(run.path, tmp_path / "store")
+    group = zarr.open_group(str(tmp_path / "store"), mode="r", zarr_format=3)
+    checked = 0
+    for (fqn, state), expected in truth_states(run).items():
+        path = f"params/{fqn}/{state}"
+        assert group[path][...].tobytes() == expected.tobytes()
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/store/{path}/"}}
+        assert ts.open(spec, read=True).result().read().result().tobytes() == expected.tobytes()
+        checked += 1
+    assert checked > 10
+    assert json.loads(json.dumps(dict(group["common"].attrs)))
+
+
+def test_selection(tmp_path: Path) -> None:
+    run = deepspeed_run("s2-fp32-dp2")
+    ucpstore.convert(run.path, tmp_path / "store", states=["adam_v"], only=["*.weight"], exclude=["*norm*"])
+    store = ucpstore.open(tmp_path / "store")
+    assert store
+    assert all(list(parameter) == ["adam_v"] for parameter in store.values())
+    assert all(fqn.endswith(".weight") and "norm" not in fqn for fqn in store)
+
+
+def test_conversion_of_a_store_is_a_copy(tmp_path: Path) -> None:
+    run = deepspeed_run("s2-fp32-dp2")
+    ucpstore.convert(run.path, tmp_path / "first")
+    ucpstore.convert(tmp_path / "first", tmp_path / "second")
+    assert ucpstore.diff(tmp_path / "first", tmp_path / "second").equal
