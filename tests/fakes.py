@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from ucpstore.contracts import (
     Arrays,
     CommonState,
@@ -52,7 +53,9 @@ class ArraySource:
         self.url = "arrays://"
         self.parallelism: Mapping[str, Any] = parallelism or {"dp": 1}
         self.warnings: Sequence[str] = ()
-        self._arrays = {(fqn, state): a for fqn, states in arrays.items() for state, a in states.items()}
+        self._arrays = {
+            (fqn, state): a for fqn, states in arrays.items() for state, a in states.items()
+        }
         self._arrays |= {(CommonState.FQN, name): a for name, a in (tensors or {}).items()}
         self._cuts = cuts or {}
         self.parameters: Mapping[str, ParameterSpec] = {
@@ -85,7 +88,8 @@ class ArraySource:
         self, fqn: str, state: str, region: Region, out: Arrays, *, compare: bool = False
     ) -> None:
         array = self._arrays[fqn, state]
-        assert out.dtype == array.dtype and out.shape == region.sizes
+        assert out.dtype == array.dtype
+        assert out.shape == region.sizes
         out[...] = array[region.slices]
         with self._lock:
             self.elements_read += region.volume
@@ -101,6 +105,9 @@ class ArraySource:
 
     def digest(self, fqn: str, state: str) -> str | None:
         return None
+
+    def joint_digests(self) -> Mapping[tuple[tuple[str, str], ...], str]:
+        return {}
 
 
 def _spec(name: str, array: Arrays) -> StateSpec:

@@ -45,7 +45,8 @@ slices = st.builds(
 @given(st.data())
 def test_indexing_is_numpys(data: st.DataObject) -> None:
     items: list[Any] = [
-        data.draw(st.integers(-n, n - 1) | slices) for n in VALUES.shape[: data.draw(st.integers(0, 3))]
+        data.draw(st.integers(-n, n - 1) | slices)
+        for n in VALUES.shape[: data.draw(st.integers(0, 3))]
     ]
     if data.draw(st.booleans()):
         items.insert(data.draw(st.integers(0, len(items))), ...)
@@ -56,7 +57,9 @@ def test_indexing_is_numpys(data: st.DataObject) -> None:
     assert np.shape(found) == np.shape(VALUES[index])
 
 
-@pytest.mark.parametrize("index", [5, -6, (0, 0, 7), (0, 0, 0, 0), (..., ...), slice(None, None, -1), [1, 2], 1.5])
+@pytest.mark.parametrize(
+    "index", [5, -6, (0, 0, 7), (0, 0, 0, 0), (..., ...), slice(None, None, -1), [1, 2], 1.5]
+)
 def test_what_cannot_be_read_lazily_is_refused(index: Any) -> None:
     with pytest.raises(IndexingError, match=r"block\.0\.w"):
         make()["block.0.w"].fp32[index]

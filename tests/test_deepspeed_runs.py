@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -39,15 +41,21 @@ def group_sizes(run: Run, group: int) -> list[int]:
     return [run.tensor("fp32", name).size for name in names]
 
 
+def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
+    """Compare on the scale of the whole array: moments are tiny, and small elements noisy."""
+    wide = expected.astype(np.float64)
+    assert found.shape == wide.shape
+    assert np.abs(found.astype(np.float64) - wide).max() <= tolerance * np.abs(wide).max()
+
+
 def test_the_cases_are_pairwise_complete() -> None:
-    chosen = {(CASES[name].stage, CASES[name].dtype, CASES[name].dp) for name in GRID}
-    stages, dtypes, sizes = (1, 2, 3), ("fp32", "bf16"), (2, 3, 4)
-    for pair in itertools.product(stages, dtypes):
-        assert any((stage, dtype) == pair for stage, dtype, _ in chosen)
-    for pair in itertools.product(stages, sizes):
-        assert any((stage, dp) == pair for stage, _, dp in chosen)
-    for pair in itertools.product(dtypes, sizes):
-        assert any((dtype, dp) == pair for _, dtype, dp in chosen)
+    grid = [CASES[name] for name in GRID]
+    for stage, dtype in itertools.product((1, 2, 3), ("fp32", "bf16")):
+        assert any((case.stage, case.dtype) == (stage, dtype) for case in grid)
+    for stage, dp in itertools.product((1, 2, 3), (2, 3, 4)):
+        assert any((case.stage, case.dp) == (stage, dp) for case in grid)
+    for dtype, dp in itertools.product(("fp32", "bf16"), (2, 3, 4)):
+        assert any((case.dtype, case.dp) == (dtype, dp) for case in grid)
 
 
 def test_every_parameter_has_its_states(run: Run) -> None:
@@ -71,11 +79,10 @@ def test_every_parameter_has_its_states(run: Run) -> None:
             assert np.isfinite(array.astype(np.float32)).all()
 
 
-def expected_states(case: Case, group: int, facts: dict[str, object], stepped: bool) -> list[str]:
+def expected_states(case: Case, group: int, facts: Mapping[str, Any], stepped: bool) -> list[str]:
     if not stepped:
         return []
     if case.optimizer == "muon":
-        assert isinstance(facts["groups"], list)
         if not facts["groups"][group]["hyper"]["use_muon"]:
             return ADAM
         return [] if facts["opaque_states"] else ["momentum_buffer"]
@@ -111,7 +118,7 @@ def test_files_are_those_of_deepspeed(run: Run) -> None:
     ranks = itertools.product(range(case.dp), range(case.tp))
     optimizer = {f"{prefix}zero_pp_rank_{d}_mp_rank_{t:02d}_optim_states.pt" for d, t in ranks}
     if case.stage == 3:
-        model = {f"zero_pp_rank_{d}_mp_rank_00_model_states.pt" for d in range(case.dp)}
+        model = {name.removeprefix(prefix).replace("optim", "model") for name in optimizer}
     else:
         model = {f"mp_rank_{t:02d}_model_states.pt" for t in range(case.tp)}
     assert files == optimizer | model
@@ -125,14 +132,16 @@ def test_counters_and_groups(run: Run) -> None:
     assert facts["counters"] == {
         "global_steps": case.steps,
         "skipped_steps": 0,
-        "global_samples": case.steps * case.dp,
+        "global_samples": case.steps * case.world,  # DeepSpeed counts AutoTP's ranks too
         "dp_world_size": case.dp,
         "mp_world_size": case.tp,
     }
     assert facts["clip_grad"] == 1.0
     assert len(facts["losses"]) == case.steps
-    expected = {"warmup": case.steps > 0, "lambda": True, "none": False}[case.scheduler]
-    assert (facts["scheduler"] is not None) == (expected or case.scheduler == "warmup")
+    if case.scheduler == "warmup":
+        assert facts["scheduler"] == {"last_batch_iteration": case.steps - 1}
+    else:
+        assert (facts["scheduler"] is None) == (case.scheduler == "none")
     hypers = [group["hyper"] for group in facts["groups"]]
     if case.single_group:
         assert [hyper["weight_decay"] for hyper in hypers] == [0.1]
@@ -178,9 +187,7 @@ def test_layout_options_do_not_change_the_values(name: str, plain: str) -> None:
     mine = deepspeed_run(name).tensors()
     assert mine.keys() == other.keys()
     for key, array in mine.items():
-        np.testing.assert_allclose(
-            array.astype(np.float64), other[key].astype(np.float64), rtol=2e-5, atol=1e-8
-        )
+        assert_close(array, other[key], 2e-5)
 
 
 @pytest.mark.parametrize("name", ["noscheduler-s1-fp32-dp2", "client-s3-fp32-dp2"])
@@ -200,7 +207,7 @@ def test_truth_equals_a_plain_torch_run(name: str) -> None:
         optimizer.zero_grad()
         for rank in range(case.dp):
             loss = recipe.loss_of(model, recipe.batch(case, step, rank), case)
-            (loss / case.dp).backward()
+            torch.autograd.backward(loss / case.dp)
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.CLIP)
         optimizer.step()
         if scheduler is not None:
@@ -209,8 +216,7 @@ def test_truth_equals_a_plain_torch_run(name: str) -> None:
         state = optimizer.state[parameter]
         for key, value in {"fp32": parameter.detach(), **state}.items():
             if key != "step":
-                truth = run.tensor(key, fqn)
-                np.testing.assert_allclose(truth, value.numpy(), rtol=1e-3, atol=2e-6, err_msg=fqn)
+                assert_close(run.tensor(key, fqn), value.numpy(), 1e-4)
 
 
 def test_buffers_keep_values_that_floats_cannot_hold() -> None:

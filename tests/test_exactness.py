@@ -20,7 +20,9 @@ from tests.deepspeed_runs import CASES, Run, deepspeed_run
 
 CANONICAL = {"exp_avg": "adam_m", "exp_avg_sq": "adam_v"}
 HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
-OPAQUE = {name for name in CASES if name.startswith("muon")}  # states that are refused: see the reader's tests
+OPAQUE = {
+    name for name in CASES if name.startswith("muon")
+}  # states that are refused: see the reader's tests
 
 
 def truth_states(run: Run) -> dict[tuple[str, str], np.ndarray[Any, Any]]:
@@ -106,7 +108,10 @@ def test_plain_zarr_and_tensorstore_read_it(tmp_path: Path) -> None:
     for (fqn, state), expected in truth_states(run).items():
         path = f"params/{fqn}/{state}"
         assert group[path][...].tobytes() == expected.tobytes()
-        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/store/{path}/"}}
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": f"{tmp_path}/store/{path}/"},
+        }
         assert ts.open(spec, read=True).result().read().result().tobytes() == expected.tobytes()
         checked += 1
     assert checked > 10
@@ -115,7 +120,9 @@ def test_plain_zarr_and_tensorstore_read_it(tmp_path: Path) -> None:
 
 def test_selection(tmp_path: Path) -> None:
     run = deepspeed_run("s2-fp32-dp2")
-    ucpstore.convert(run.path, tmp_path / "store", states=["adam_v"], only=["*.weight"], exclude=["*norm*"])
+    ucpstore.convert(
+        run.path, tmp_path / "store", states=["adam_v"], only=["*.weight"], exclude=["*norm*"]
+    )
     store = ucpstore.open(tmp_path / "store")
     assert store
     assert all(list(parameter) == ["adam_v"] for parameter in store.values())

@@ -12,7 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ucpstore.contracts import CommonState, ParameterSpec, Role, SourceFile, StateSpec
-from ucpstore.errors import CorruptSourceError, IntegrityError, Kind, LayoutError, ParameterNotFoundError
+from ucpstore.errors import (
+    CorruptSourceError,
+    IntegrityError,
+    Kind,
+    LayoutError,
+    ParameterNotFoundError,
+)
 from ucpstore.io.local import LocalFiles
 from ucpstore.layout.geometry import Concat, Copies, FlatEven, Geometry, Part, Strided
 from ucpstore.layout.region import Region
@@ -154,7 +160,9 @@ def test_first_copy_counts_where_the_rule_says_so(tmp_path: Path) -> None:
 
 def test_average_is_the_fp32_mean_in_rank_order(tmp_path: Path) -> None:
     values = [[0.1, 1, 1e8, 4], [0.2, 2, 1, 4], [0.3, 3, -1e8, 4]]
-    expected = (np.float32(values[0]) + np.float32(values[1]) + np.float32(values[2])) / np.float32(3)
+    expected = (np.float32(values[0]) + np.float32(values[1]) + np.float32(values[2])) / np.float32(
+        3
+    )
     assert read(copies(tmp_path, "average", *values)).tobytes() == expected.tobytes()
 
 

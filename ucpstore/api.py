@@ -89,7 +89,9 @@ def _open_source(files: Files, name: str, tag: str | None) -> Source:
     known: dict[str, Format] = {own.name: own, **formats()}
     if name != "auto":
         if name not in known:
-            raise NotFoundError(f"no format {name!r}: installed are {', '.join(known)}.", format=name)
+            raise NotFoundError(
+                f"no format {name!r}: installed are {', '.join(known)}.", format=name
+            )
         return known[name].open(files, tag=tag)
     seen = []
     for format_ in known.values():

@@ -348,15 +348,15 @@ class Checkpoint(Mapping[str, Parameter]):
 
 
 def _draw(node: Mapping[str, Any], indent: str, lines: list[str]) -> None:
-    """Append one line per child of ``node``, recursing into prefixes."""
+    """Append one line per child of ``node``, recursing into prefixes; only children share a line."""
     entries = list(node.items())
     for position, (name, child) in enumerate(entries):
         last = position == len(entries) - 1
         branch, deeper = ("└── ", "    ") if last else ("├── ", "│   ")
+        while isinstance(child, dict) and len(child) == 1:
+            ((segment, child),) = child.items()
+            name += segment
         if isinstance(child, dict):
-            while len(child) == 1 and isinstance(next(iter(child.values())), dict):
-                (segment, child), *_ = child.items()
-                name += segment
             lines.append(indent + branch + name)
             _draw(child, indent + deeper, lines)
             continue
@@ -381,7 +381,9 @@ def _basic_index(
         items[at : at + 1] = [slice(None)] * fill
     else:
         items += [slice(None)] * fill
-    offsets, sizes, inner = [], [], []
+    offsets: list[int] = []
+    sizes: list[int] = []
+    inner: list[int | slice] = []
     for dim, (item, size) in enumerate(zip(items, shape, strict=True)):
         if isinstance(item, slice):
             start, stop, step = item.indices(size)

@@ -134,7 +134,7 @@ class SourceFile:
 
     @classmethod
     def of(cls, stat: FileStat) -> SourceFile:
-        return cls(stat.name, stat.nbytes, stat.token)
+        return cls(stat.name, stat.nbytes, stat.modified or stat.token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,10 @@ class Source(Protocol):
         """Upper bound of the contiguous byte ranges that hold the state; computed, never enumerated."""
 
     def digest(self, fqn: str, state: str) -> str | None:
-        """The recorded digest of the state, where the format keeps one."""
+        """The recorded digest of the state, where the format keeps one for it alone."""
+
+    def joint_digests(self) -> Mapping[tuple[tuple[str, str], ...], str]:
+        """Recorded digests of states that are stored stacked: members (fqn, state) in order -> digest."""
 
 
 @dataclass(frozen=True, slots=True)

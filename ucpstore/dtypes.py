@@ -62,5 +62,6 @@ def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
     if dtype == "bfloat16" or dtype.startswith("float8"):
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, dtype))
+        found: np.dtype[np.generic] = np.dtype(getattr(ml_dtypes, dtype))
+        return found
     return np.dtype(dtype)

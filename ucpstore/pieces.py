@@ -237,6 +237,9 @@ class PieceSource:
         self.spec(fqn, state)
         return None
 
+    def joint_digests(self) -> Mapping[tuple[tuple[str, str], ...], str]:
+        return {}
+
     def _fill(self, bound: Bound, piece: Piece, view: Arrays) -> None:
         """Scatter the bytes of one piece into ``view``."""
         size = view.itemsize

@@ -20,8 +20,8 @@ Use::
 (`tp_rank=`); `run.full(state, fqn)` joins them by the plain rule recorded in ``facts["tp_dims"]``.
 
 The cache is ``tests/.cache/deepspeed/CASE-HASH``: the hash covers the case, this package's
-scripts and the frameworks' versions. `UCPSTORE_TEST_CACHE` names another folder. A case takes 2
-to 4 seconds; the first one of a session pays the import of the frameworks once. Safe under
+scripts and the frameworks' versions. `UCPSTORE_TEST_CACHE` names another folder. A case takes
+about a second; the first one of a session pays the imports of torch and DeepSpeed. Safe under
 pytest-xdist.
 """
 

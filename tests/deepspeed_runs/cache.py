@@ -127,6 +127,9 @@ def _make(case: Case, folder: Path) -> None:
             tail = log.read_text()[-4000:] if log.exists() else "the trainer did not start"
             raise RuntimeError(f"could not make DeepSpeed case {case.name}:\n{tail}")
         attempt.rename(folder)
+    for other in folder.parent.glob(f"{case.name}-{'[0-9a-f]' * 12}"):
+        if other != folder:  # made by other versions of the scripts or frameworks
+            shutil.rmtree(other, ignore_errors=True)
 
 
 @functools.cache
@@ -138,6 +141,7 @@ def _trainer() -> subprocess.Popen[str]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_COMPILE_DISABLE": "1",  # Muon's only; compiling takes longer than all cases
         "PYTHONWARNINGS": "ignore",
     }
     process = subprocess.Popen(

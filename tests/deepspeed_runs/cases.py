@@ -203,6 +203,7 @@ def _tensor_parallel() -> list[Case]:
         Case("tp2-s1-fp32-dp2", 4, 1, "fp32", **hf),
         Case("tp2-bf16opt-dp2", 4, 1, "bf16", config=_FP32_GRADIENTS, **hf),
         Case("tp2-s2-bf16-dp2", 4, 2, "bf16", **hf),
+        Case("tp2-s3-fp32-dp2", 4, 3, "fp32", **hf),
         Case("tp2-uneven-s1-fp32-dp2", 4, 1, "fp32", **uneven),
         Case("tp4-uneven-s1-fp32-dp1", 4, 1, "fp32", **ten),
     ]

@@ -7,6 +7,8 @@ a rank's partition, and several straddle two ranks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -192,7 +194,7 @@ class WideOverRanks(nn.Module):
         return out
 
 
-def llama(config: dict[str, int]) -> nn.Module:
+def llama(config: dict[str, Any]) -> nn.Module:
     """Return a randomly initialised Hugging Face LLaMA of the given sizes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -11,6 +11,7 @@ DeepSpeed's module globals passes from one case to the next. Of each case remain
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import math
 import os
@@ -163,6 +164,7 @@ def run_case(case: Case, folder: Path) -> None:
     """Fork the ranks of `case` and wait for them; the first failure ends the others."""
     if case.model == "hf":
         importlib.import_module("transformers.models.llama.modeling_llama")
+    gc.freeze()  # the ranks collect garbage often, and need not look through all imports
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     children: dict[int, int] = {}

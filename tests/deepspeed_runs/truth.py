@@ -18,10 +18,11 @@ Two places where DeepSpeed's getters need care, both of its own making:
   the *first group's* first step, when other groups have no states yet, and never again, so the
   getter raises for every later group. We let the optimizer make the same links once more, after
   training (`relink`): its own method, on states that exist by then.
-* With `round_robin_gradients` the getter's links assume the original order while the flat buffer
-  has the round-robin order, so the getters return *other parameters' values*. There the oracle
-  is `gather_flat`: an all-gather of every rank's live flat partition, cut by the live optimizer's
-  list of parameters and offsets. In every other stage-1/2 run both oracles must agree.
+* With `round_robin_gradients` (and without `parameter_alignment`) the getter's links assume the
+  original order while the flat buffer has the round-robin order, so the getters return *other
+  parameters' values*. There the oracle is `gather_flat`: an all-gather of every rank's live flat
+  partition, cut by the live optimizer's list of parameters and offsets. In every other run of
+  `DeepSpeedZeroOptimizer` both oracles must agree.
 """
 
 from __future__ import annotations
@@ -220,7 +221,9 @@ def find_tp_dims(module: torch.nn.Module, case: Case, initial: Tensors) -> dict[
     found: dict[str, int | None] = {}
     for name, parameter in module.named_parameters():
         shards: list[Any] = [None] * case.tp
-        dist.all_gather_object(shards, parameter.detach(), group=group)
+        with deepspeed.zero.GatheredParameters(parameter, enabled=case.stage == 3):
+            mine = parameter.detach().clone()
+        dist.all_gather_object(shards, mine, group=group)
         whole = initial[name].to(parameter.dtype)
         if all(torch.equal(shard, whole) for shard in shards):
             found[name] = None

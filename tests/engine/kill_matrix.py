@@ -110,13 +110,13 @@ def make_source() -> ArraySource:
     rng = np.random.default_rng(7)
     arrays = {
         f"layers.{i}.weight": {
-            state: rng.standard_normal((96, 1024), dtype=np.float32) for state in ("fp32", "adam_m", "adam_v")
+            state: rng.standard_normal((96, 1024), dtype=np.float32)
+            for state in ("fp32", "adam_m", "adam_v")
         }
         for i in range(3)
     }
     wide = {
-        state: rng.standard_normal((20_000, 1024), dtype=np.float32)
-        for state in ("fp32", "adam_m")
+        state: rng.standard_normal((20_000, 1024), dtype=np.float32) for state in ("fp32", "adam_m")
     }
     arrays["embedding.weight"] = wide
     arrays["norm.weight"] = {"fp32": rng.standard_normal(1024, dtype=np.float32)}
@@ -194,7 +194,11 @@ def must(condition: bool, promise: str) -> None:
 
 
 def trial(
-    folder: Path, source: ArraySource, reference: dict[str, bytes], task_keys: dict[int, str], choice: tuple[str, int, bool]
+    folder: Path,
+    source: ArraySource,
+    reference: dict[str, bytes],
+    task_keys: dict[int, str],
+    choice: tuple[str, int, bool],
 ) -> dict[str, Any]:
     stage, moment, after = choice
     shutil.rmtree(folder, ignore_errors=True)
@@ -214,7 +218,10 @@ def trial(
         except UnrecognizedSourceError:
             claims = list(folder.glob(".ucpstore/claims/*"))
             must(not claims, f"{choice}: an unfinished conversion is not recognised as one")
-        must(not list(folder.glob("params/**/zarr.json")) or stage in ("children", "root"), f"{choice}: early metadata")
+        must(
+            not list(folder.glob("params/**/zarr.json")) or stage in ("children", "root"),
+            f"{choice}: early metadata",
+        )
 
     def resumes() -> dict[str, Any]:
         keys: list[str] = []
@@ -226,7 +233,13 @@ def trial(
     must(not recorded & set(second["keys"]), f"{choice}: tasks with a done record were redone")
     must(tree(folder) == reference, f"{choice}: the bytes differ from those of an undisturbed run")
     must(not any((folder / ".ucpstore" / "tmp").glob("*")), f"{choice}: unfinished files are left")
-    return {"stage": stage, "moment": moment, "after": after, "killed": killed == signal.SIGKILL, "resumed": second["resumed"]}
+    return {
+        "stage": stage,
+        "moment": moment,
+        "after": after,
+        "killed": killed == signal.SIGKILL,
+        "resumed": second["resumed"],
+    }
 
 
 def main(base: Path, trials: int, seed: int) -> None:
@@ -249,7 +262,9 @@ def main(base: Path, trials: int, seed: int) -> None:
     for stage in STAGES:
         for _ in range(trials):
             choice = (stage, rng.randint(1, counts[stage]), rng.random() < 0.5)
-            print(json.dumps(trial(base / "trial", source, reference, task_keys, choice)), flush=True)
+            print(
+                json.dumps(trial(base / "trial", source, reference, task_keys, choice)), flush=True
+            )
 
 
 if __name__ == "__main__":

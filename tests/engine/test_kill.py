@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_kill_matrix(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.engine.kill_matrix", str(tmp_path), str(TRIALS), "11"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     trials = [json.loads(line) for line in done.stdout.splitlines()]
     assert Counter(trial["stage"] for trial in trials) == dict.fromkeys(STAGES, TRIALS)

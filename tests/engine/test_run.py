@@ -26,7 +26,16 @@ from ucpstore.errors import (
     StorageError,
     UncommittedError,
 )
-from ucpstore.events import Committed, Event, Published, Resumed, Started, TaskDone, TaskRetried, to_json
+from ucpstore.events import (
+    Committed,
+    Event,
+    Published,
+    Resumed,
+    Started,
+    TaskDone,
+    TaskRetried,
+    to_json,
+)
 from ucpstore.io.local import LocalFiles
 from ucpstore.layout.region import Region
 from ucpstore.store.grid import plan_arrays

@@ -53,7 +53,9 @@ def test_equal() -> None:
         ("mask", "buffer", (1,), True, None),
     ],
 )
-def test_one_element_is_found(fqn: str, state: str, index: Any, value: Any, max_abs: float | None) -> None:
+def test_one_element_is_found(
+    fqn: str, state: str, index: Any, value: Any, max_abs: float | None
+) -> None:
     changed = arrays()
     changed[fqn][state][index] = value
     result = diff_sources(ArraySource(arrays()), ArraySource(changed))
@@ -72,13 +74,25 @@ def test_added_removed_reshaped_retyped() -> None:
     other["new"] = {"fp32": np.zeros(2, np.float32)}
     other["small"]["fp32"] = other["small"]["fp32"].reshape(2, 2)
     other["ids"]["buffer"] = other["ids"]["buffer"].astype(np.int32)
-    found = {s.fqn: s.status for s in diff_sources(ArraySource(arrays()), ArraySource(other)).states}
-    assert found == {"big": "equal", "small": "shape", "ids": "dtype", "mask": "removed", "new": "added"}
+    found = {
+        s.fqn: s.status for s in diff_sources(ArraySource(arrays()), ArraySource(other)).states
+    }
+    assert found == {
+        "big": "equal",
+        "small": "shape",
+        "ids": "dtype",
+        "mask": "removed",
+        "new": "added",
+    }
 
 
 def test_common_state_differences_name_the_path() -> None:
-    left = ArraySource(arrays(), {"param_groups": [{"lr": 0.1, "betas": [0.9, 0.95]}], "steps": {"a": 1}})
-    right = ArraySource(arrays(), {"param_groups": [{"lr": 0.1, "betas": [0.9, 0.99]}], "steps": {"a": 1.0}})
+    left = ArraySource(
+        arrays(), {"param_groups": [{"lr": 0.1, "betas": [0.9, 0.95]}], "steps": {"a": 1}}
+    )
+    right = ArraySource(
+        arrays(), {"param_groups": [{"lr": 0.1, "betas": [0.9, 0.99]}], "steps": {"a": 1.0}}
+    )
     result = diff_sources(left, right)
     assert not result.equal
     assert [text.split(":")[0] for text in result.common] == ["param_groups[0].betas[1]", "steps.a"]
@@ -103,7 +117,9 @@ def test_store_verifies_and_matches_its_source(tmp_path: Path) -> None:
     checked(result.to_json(), "verification")
 
 
-def test_equal_digests_settle_without_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_digests_settle_without_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in "ab":
         convert(tmp_path / name, ArraySource(arrays()))
     left, right = (StoreSource(LocalFiles(str(tmp_path / name))) for name in "ab")
@@ -147,3 +163,43 @@ def test_differences_from_another_checkpoint_are_findings(tmp_path: Path) -> Non
     result = verify_source(StoreSource(LocalFiles(str(tmp_path / "s"))), against=ArraySource(other))
     assert {(f.fqn, f.kind) for f in result.findings} == {("big", "differs"), ("mask", "differs")}
     assert any("(3, 4)" in f.message for f in result.findings)
+
+
+def stacked_store(folder: Path) -> tuple[ArraySource, StoreSource]:
+    """Eight experts of equal shape, stored as one array."""
+    from ucpstore.engine.plan import make_plan
+    from ucpstore.engine.run import Workers, run
+    from ucpstore.store.grid import plan_arrays
+    from ucpstore.store.target import ZarrTarget
+
+    rng = np.random.default_rng(2)
+    source = ArraySource(
+        {
+            f"experts.{i}.w": {"fp32": rng.standard_normal((300, 400)).astype(np.float32)}
+            for i in range(8)
+        }
+    )
+    planned = plan_arrays(source, stack_above=3)
+    assert len(planned) == 1
+    target = ZarrTarget(LocalFiles(str(folder)), planned, source=source)
+    plan = make_plan(source, target, states=list(planned[0].members))
+    run((source, target), plan, workers=Workers(), opener=lambda: (plan.digest, source, target))
+    return source, StoreSource(LocalFiles(str(folder)))
+
+
+def test_stacked_states_verify_by_their_joint_digest(tmp_path: Path) -> None:
+    source, store = stacked_store(tmp_path / "s")
+    result = verify_source(store, against=source)
+    assert result.ok, result.summary()
+    assert result.digests == result.states == 8
+
+
+def test_damage_in_a_stack_names_the_members(tmp_path: Path) -> None:
+    _, store = stacked_store(tmp_path / "s")
+    objects = sorted((tmp_path / "s" / "params").rglob("c.*"))
+    data = bytearray(objects[0].read_bytes())
+    data[1000] ^= 8
+    objects[0].write_bytes(data)
+    (finding,) = verify_source(store).findings
+    assert finding.kind == str(Kind.CHECKSUM)
+    assert finding.fqn.startswith("experts.")

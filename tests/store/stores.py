@@ -67,7 +67,9 @@ def small_arrays(source: ArraySource) -> list[ArraySpec]:
                 found.append(_array(path, (fqn, state.name), source))
     if "experts.0.w" in source.parameters:
         found.append(_stack(source))
-    found += [_array(f"common/{name}", (CommonState.FQN, name), source) for name in source.common.tensors]
+    found += [
+        _array(f"common/{name}", (CommonState.FQN, name), source) for name in source.common.tensors
+    ]
     return found
 
 

@@ -14,7 +14,9 @@ from ucpstore.io.local import LocalFiles
 from ucpstore.store.documents import Claim, claim_name, claim_number, encode
 from ucpstore.store.protocol import CommitLog, current_claim
 
-ROOT_A = b'{"attributes":{"ucpstore":{"format":"ucpstore","nbytes":0,"num_arrays":0,"num_objects":0,'
+ROOT_A = (
+    b'{"attributes":{"ucpstore":{"format":"ucpstore","nbytes":0,"num_arrays":0,"num_objects":0,'
+)
 ROOT_A += b'"num_parameters":0,"plan_digest":"A","source":{},"version":"1.0"}},"node_type":"group","zarr_format":3}'
 EMPTY_GROUP = b'{"attributes":{},"zarr_format":3,"node_type":"group"}'
 
@@ -39,7 +41,7 @@ def test_first_plan_claims_and_same_plan_joins(files: LocalFiles) -> None:
 
 def test_other_plan_is_refused_while_claimed(files: LocalFiles) -> None:
     begun(files, "A")
-    with pytest.raises(AlreadyExistsError, match="--abandon") as caught:
+    with pytest.raises(AlreadyExistsError, match="ucpstore abandon") as caught:
         CommitLog(files).begin("B")
     assert caught.value.kind is Kind.CLAIMED
 
@@ -168,7 +170,10 @@ def test_documents_of_another_major_version_or_damaged_are_refused(files: LocalF
     files.write(claim_name(1), encode(Claim("2.0", "A", 1)))
     with pytest.raises(FormatVersionError, match=r"2\.0"):
         CommitLog(files).begin("A")
-    files.write(claim_name(1), json.dumps({"version": "1.9", "plan_digest": "A", "epoch": 1, "new": 1}).encode())
+    files.write(
+        claim_name(1),
+        json.dumps({"version": "1.9", "plan_digest": "A", "epoch": 1, "new": 1}).encode(),
+    )
     assert CommitLog(files).begin("A")
     for damage in (b"", b"{", b'{"version":"1.0"}', b"[1]", b"\xff"):
         files.write(claim_name(1), damage)
@@ -180,7 +185,12 @@ def test_documents_of_another_major_version_or_damaged_are_refused(files: LocalF
 def test_claim_names_round_trip() -> None:
     for number in (1, 42, 999_999, 1_000_000):
         assert claim_number(claim_name(number)) == number
-    for name in ("zarr.json", ".ucpstore/claims/1.json", ".ucpstore/claims/x.json", ".ucpstore/claims/000001"):
+    for name in (
+        "zarr.json",
+        ".ucpstore/claims/1.json",
+        ".ucpstore/claims/x.json",
+        ".ucpstore/claims/000001",
+    ):
         assert claim_number(name) is None
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
 import pytest
 import zarr
+
 from tests.fakes import CrashingFiles, Killed
-from tests.servers import S3Server, s3_server  # noqa: F401  (a fixture)
+from tests.servers import S3Server, run_s3_server
 from tests.store.stores import contents, convert, make_target, small_source
 from ucpstore.errors import AlreadyExistsError, IntegrityError, Kind, UncommittedError
 from ucpstore.io import Files, open_files
@@ -19,53 +21,63 @@ from ucpstore.layout.region import Region
 from ucpstore.store.source import StoreSource
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    yield from run_s3_server()
+
+
 @pytest.fixture
-def bucket(s3_server: S3Server) -> Files:  # noqa: F811
-    return open_files(f"{s3_server.new_bucket()}/run/step-1", s3_server.options)
+def bucket(server: S3Server) -> Files:
+    return open_files(f"{server.new_bucket()}/run/step-1", server.options)
 
 
 def test_same_bytes_as_locally_and_one_put_per_object(
-    bucket: Files, s3_server: S3Server, memory_path: Path  # noqa: F811
+    bucket: Files,
+    server: S3Server,
+    memory_path: Path,
 ) -> None:
     source, local = small_source(), LocalFiles(str(memory_path))
     convert(make_target(local), source)
-    s3_server.forget_requests()
+    server.forget_requests()
     target = make_target(bucket)
     convert(target, source)
-    puts = [unquote(request.path) for request in s3_server.requests("PUT")]
-    gets = [unquote(request.path) for request in s3_server.requests("GET")]
+    puts = [unquote(request.path) for request in server.requests("PUT")]
+    gets = [unquote(request.path) for request in server.requests("GET")]
     for task in target.tasks():
         assert sum(path.endswith(f"/{task.key}") for path in puts) == 1
         assert not any(path.endswith(f"/{task.key}") for path in gets)
     assert len(puts) == len(bucket.list())
     assert contents(bucket) == contents(local)
-    s3_server.forget_requests()
+    server.forget_requests()
     assert convert(make_target(bucket), source) == set()
-    assert s3_server.requests("PUT") == []
+    assert server.requests("PUT") == []
 
 
 def test_reading_costs_one_get_per_open_and_per_whole_object(
-    bucket: Files, s3_server: S3Server  # noqa: F811
+    bucket: Files,
+    server: S3Server,
 ) -> None:
     origin = small_source()
     convert(make_target(bucket), origin)
-    s3_server.forget_requests()
+    server.forget_requests()
     source = StoreSource(bucket)
-    assert [r.method for r in s3_server.requests()] == ["GET"]
+    assert [r.method for r in server.requests()] == ["GET"]
     expected = origin._arrays["z.weight", "fp32"]
     out = np.empty_like(expected)
-    s3_server.forget_requests()
+    server.forget_requests()
     source.read("z.weight", "fp32", Region.full(expected.shape), out)
     assert np.array_equal(out, expected)
     objects = source.count_reads("z.weight", "fp32")
-    assert len(s3_server.requests()) <= objects + 4  # ragged objects take their index first
-    s3_server.forget_requests()
+    assert len(server.requests()) <= objects + 4  # ragged objects take their index first
+    server.forget_requests()
     again = pickle.loads(pickle.dumps(source))
-    assert s3_server.requests() == []
+    assert server.requests() == []
     box = Region((2, 0), (1, 6))
     again.read("z.weight", "fp32", box, out[2:3, :6])
-    assert 1 <= len(s3_server.requests()) <= 3
-    group = zarr.open_group(bucket.url, mode="r", zarr_format=3, storage_options=dict(bucket.options))
+    assert 1 <= len(server.requests()) <= 3
+    group = zarr.open_group(
+        bucket.url, mode="r", zarr_format=3, storage_options=dict(bucket.options)
+    )
     assert np.array_equal(group["params/z.weight/fp32"][...], expected)
     assert np.array_equal(source.tensorstore("z.weight", "fp32").read().result(), expected)
 

@@ -37,7 +37,7 @@ from ucpstore.io import open_files
 from ucpstore.io.local import LocalFiles
 from ucpstore.layout.region import Region
 from ucpstore.store.arrays import ArraySpec
-from ucpstore.store.reading import overlapping, split_region
+from ucpstore.store.reading import split_region
 from ucpstore.store.source import StoreFormat, StoreSource
 from ucpstore.store.target import ZarrTarget
 from ucpstore.store.tensorstore_ import translate
@@ -121,7 +121,9 @@ def test_pickles_and_reads_from_threads_and_views(store: StoreSource) -> None:
     assert "13" in repr(store)
 
 
-@pytest.mark.parametrize(("fqn", "state"), [("z.weight", "fp32"), ("b/c d", "weight"), ("experts.2.w", "fp32")])
+@pytest.mark.parametrize(
+    ("fqn", "state"), [("z.weight", "fp32"), ("b/c d", "weight"), ("experts.2.w", "fp32")]
+)
 @given(data=st.data())
 def test_any_region_into_any_strides(
     committed: LocalFiles, fqn: str, state: str, data: st.DataObject
@@ -291,7 +293,9 @@ def test_foreign_and_damaged_roots(tmp_path: Path, damaged: LocalFiles) -> None:
 
     with pytest.raises(FormatVersionError, match=r"2\.0"):
         StoreSource(with_root(lambda d: d["attributes"]["ucpstore"].update(version="2.0")))
-    newer = StoreSource(with_root(lambda d: d["attributes"]["ucpstore"].update(version="1.99", new=[1])))
+    newer = StoreSource(
+        with_root(lambda d: d["attributes"]["ucpstore"].update(version="1.99", new=[1]))
+    )
     assert read(newer, "a", "fp32").shape == (4,)
     for change in (
         lambda d: d.pop("consolidated_metadata"),
@@ -315,7 +319,9 @@ def _leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from _leaves(node[key], (*path, key))
 
 
-JUNK = st.sampled_from([None, -1, 0, 3, 2**70, 1.5, "", "x", "../../x", [], [0], [5, 3], {}, True, {"a": 1}])
+JUNK = st.sampled_from(
+    [None, -1, 0, 3, 2**70, 1.5, "", "x", "../../x", [], [0], [5, 3], {}, True, {"a": 1}]
+)
 
 
 @given(data=st.data())
@@ -330,7 +336,9 @@ def test_any_change_of_the_root_is_read_or_refused(
         for key in path[:-1]:
             node = node[key]
         if isinstance(node, dict) and data.draw(st.booleans()):
-            node[data.draw(st.sampled_from(["../../x", "params/w/fp32", "fqn"]))] = node.pop(path[-1])
+            node[data.draw(st.sampled_from(["../../x", "params/w/fp32", "fqn"]))] = node.pop(
+                path[-1]
+            )
         else:
             node[path[-1]] = data.draw(JUNK)
 
@@ -394,7 +402,7 @@ def test_requests_tile_the_region_at_tile_borders(
     assert covered.sum() == region.volume
     array = ArraySpec("p", tuple(shape), "float32", "float32", tile, tile, (("f", "s"),))
     hit = {i for i in range(array.num_objects) if array.object_region(i).intersect(region)}
-    assert set(overlapping(array, region)) == hit
+    assert set(array.objects_in(region)) == hit
 
 
 @pytest.mark.parametrize(

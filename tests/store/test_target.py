@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -279,7 +280,9 @@ def test_zombie_of_an_abandoned_plan_is_fenced_and_its_traces_are_swept(
     files: LocalFiles, reference: LocalFiles
 ) -> None:
     source = small_source()
-    other = ArraySource({"dead": {"fp32": random_array((40, 40))}, "a": {"fp32": random_array((4,))}})
+    other = ArraySource(
+        {"dead": {"fp32": random_array((40, 40))}, "a": {"fp32": random_array((4,))}}
+    )
     zombie = ZarrTarget(files, small_like(other), source=other)
     zombie.begin("zombie")
     zombie.publish([zombie.write(zombie.tasks()[0], other)])
@@ -313,7 +316,10 @@ def small_like(source: ArraySource) -> list:  # type: ignore[type-arg]
 def test_zombie_that_overwrites_a_shard_is_found_at_commit(files: LocalFiles) -> None:
     """It passed its check before the abandon and replaced the object after it."""
     source, other = small_source(), small_source()
-    other._arrays = {key: array * 2 if array.dtype == np.float32 else array for key, array in source._arrays.items()}
+    other._arrays = {
+        key: array * 2 if array.dtype == np.float32 else array
+        for key, array in source._arrays.items()
+    }
     zombie, heir = make_target(files), make_target(files)
     zombie.begin("zombie")
     heir.abandon()
@@ -362,6 +368,32 @@ def test_two_converters_of_one_plan_cooperate(
         thread.join()
     assert errors == []
     assert contents(files) == contents(reference)
+
+
+def test_writer_whose_unfinished_files_are_swept_does_its_work_again(
+    files: LocalFiles, reference: LocalFiles
+) -> None:
+    """A commit of the same plan takes them for leftovers, between any two steps of the writer."""
+    source, slow, fast = small_source(), make_target(files), make_target(files)
+    slow.begin(digest_of(slow))
+    records = {task.index: slow.write(task, source) for task in slow.tasks()}
+    slow.publish(list(records.values()))
+    task, swept = slow.tasks()[0], []
+
+    class Sweeping(ArraySource):
+        def read(self, *args: Any, **kwargs: Any) -> None:
+            if not swept:
+                swept.extend(files.list(".ucpstore/tmp"))
+                fast.begin(digest_of(fast))
+                fast.commit(fast.records())
+            source.read(*args, **kwargs)
+
+    assert slow.write(task, Sweeping({})).digest == records[0].digest
+    assert len(swept) == 1
+    slow.publish([records[0]])
+    slow.commit(records)
+    assert contents(files) == contents(reference)
+    assert files.list(".ucpstore/tmp") == []
 
 
 def test_workers_share_the_tasks_and_anyone_commits(

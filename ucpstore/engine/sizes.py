@@ -11,6 +11,7 @@ __all__ = ["format_bytes", "parse_bytes"]
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}iB": 1024**_power, _letter: 1024**_power}
+_UNITS["kB"] = 1000
 
 
 def parse_bytes(text: str | int) -> int:
@@ -23,7 +24,7 @@ def parse_bytes(text: str | int) -> int:
     """
     if isinstance(text, int):
         return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?B?)\s*", text)
     if match is None or match[2] not in _UNITS:
         raise PlanError(
             f"{text!r} is not an amount of bytes.",

@@ -86,33 +86,58 @@ class Verification:
         return "\n".join(lines)
 
 
+_Members = tuple[tuple[str, StateSpec], ...]
+
+
 def verify_source(source: Source, *, against: Source | None = None) -> Verification:
     """Read every state of ``source``; see `ucpstore.api.verify`."""
-    states = list(all_states(source))
-    results = in_parallel(lambda item: _check(source, against, *item), states)
+    states = {(fqn, spec.name): spec for fqn, spec in all_states(source)}
+    units: list[tuple[_Members, str | None]] = []
+    alone = dict(states)
+    for keys, recorded in source.joint_digests().items():
+        units.append((tuple((key[0], alone.pop(key)) for key in keys), recorded))
+    units += [(((fqn, spec),), source.digest(fqn, spec.name)) for (fqn, _), spec in alone.items()]
+    results = in_parallel(lambda unit: _check(source, against, *unit), units)
     return Verification(
         url=source.url,
         against=against.url if against else None,
         states=len(states),
-        nbytes=sum(spec.nbytes for _, spec in states),
-        digests=sum(source.digest(fqn, spec.name) is not None for fqn, spec in states),
+        nbytes=sum(spec.nbytes for spec in states.values()),
+        digests=sum(len(members) for members, recorded in units if recorded is not None),
         findings=tuple(finding for findings in results for finding in findings),
     )
 
 
-def _check(source: Source, against: Source | None, fqn: str, spec: StateSpec) -> Sequence[Finding]:
+def _check(
+    source: Source, against: Source | None, members: _Members, recorded: str | None
+) -> Sequence[Finding]:
+    """Check one stored array: a state, or several stacked along a leading axis."""
+    fqn, spec = members[0]
+    last = members[-1][0]
+    name = fqn if len(members) == 1 else f"{fqn} to {last}"
+    stacked = len(members) > 1
+    shape = (len(members), *spec.shape) if stacked else spec.shape
+
     def read(region: Region, out: Arrays) -> None:
-        source.read(fqn, spec.name, region, out, compare=True)
+        if not stacked:
+            source.read(fqn, spec.name, region, out, compare=True)
+            return
+        inner = Region(region.offsets[1:], region.sizes[1:])
+        for row in range(region.sizes[0]):
+            member, own = members[region.offsets[0] + row]
+            source.read(member, own.name, inner, out[row], compare=True)
 
     try:
-        found = digest_reads(spec.shape, spec.dtype, read, block_bytes=block_bytes(source))
-        recorded = source.digest(fqn, spec.name)
+        found = digest_reads(shape, spec.dtype, read, block_bytes=block_bytes(source))
         if recorded is not None and str(found) != recorded:
             message = f"the bytes have digest {found}, the checkpoint recorded {recorded}"
-            return [Finding(fqn, spec.name, str(Kind.CHECKSUM), message)]
-        return [] if against is None else _compare(source, against, fqn, spec)
+            return [Finding(name, spec.name, str(Kind.CHECKSUM), message)]
+        if against is None:
+            return []
+        return [f for member, own in members for f in _compare(source, against, member, own)]
     except (IntegrityError, CorruptSourceError, NotFoundError) as error:
-        return [Finding(fqn, spec.name, str(error.kind), str(error))]
+        named = str(error.context.get("fqn", name))
+        return [Finding(named, spec.name, str(error.kind), str(error))]
 
 
 def _compare(source: Source, against: Source, fqn: str, spec: StateSpec) -> Sequence[Finding]:

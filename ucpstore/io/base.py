@@ -27,11 +27,15 @@ class FileStat:
     token : str
         Changes whenever the content is replaced: mtime in nanoseconds and inode locally, ETag or
         generation on object stores.
+    modified : str
+        The part of ``token`` that is the same on every host that sees the file, and in a copy that keeps
+        times; empty where that is the token itself.
     """
 
     name: str
     nbytes: int
     token: str
+    modified: str = ""
 
 
 class Sink(Protocol):

@@ -92,8 +92,7 @@ class LocalFiles:
         prefix = folder_prefix(prefix)
         with os_errors("list", self._show(prefix)):
             found = [
-                FileStat(name, stat.st_size, _token(stat))
-                for name, stat in _walk(self.root, prefix, recursive, ())
+                _file_stat(name, stat) for name, stat in _walk(self.root, prefix, recursive, ())
             ]
         return sorted(found, key=lambda stat: stat.name)
 
@@ -105,7 +104,7 @@ class LocalFiles:
                 stat = os.stat(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return None if _is_folder(stat) else FileStat(name, stat.st_size, _token(stat))
+        return None if _is_folder(stat) else _file_stat(name, stat)
 
     def free_space(self) -> tuple[int, int] | None:
         """Bytes and inodes that an unprivileged process may still use on the file system."""
@@ -171,7 +170,7 @@ class LocalFiles:
             self._place(os.replace, temporary, path, durable=True)
             self._descriptors.forget(path)
             stat = os.stat(path)
-        return FileStat(name, stat.st_size, _token(stat))
+        return _file_stat(name, stat)
 
     def create(self, name: str, data: bytes) -> bool:
         """See `ucpstore.io.base.Files.create`.
@@ -400,7 +399,7 @@ class LocalSink:
                 ) from error
             self._files._descriptors.forget(self._path)
             stat = os.stat(self._path)
-        return FileStat(self._name, stat.st_size, _token(stat))
+        return _file_stat(self._name, stat)
 
     def abort(self) -> None:
         """See `ucpstore.io.base.Sink.abort`. Harmless after `close` and when called twice."""
@@ -424,8 +423,9 @@ class _RootDescriptor:
         os.close(self.fd)
 
 
-def _token(stat: os.stat_result) -> str:
-    return f"{stat.st_mtime_ns:x}-{stat.st_ino:x}"
+def _file_stat(name: str, stat: os.stat_result) -> FileStat:
+    modified = f"{stat.st_mtime_ns:x}"
+    return FileStat(name, stat.st_size, f"{modified}-{stat.st_ino:x}", modified)
 
 
 def _is_temporary(name: str) -> bool:

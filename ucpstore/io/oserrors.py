@@ -11,6 +11,7 @@ from ucpstore.errors import CheckpointNotFoundError, Kind, StorageError, UcpStor
 __all__ = ["os_errors", "translate_os_error"]
 
 _MISSING = {errno.ENOENT, errno.ENOTDIR}
+_READS = {"read", "list", "look at"}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NAME = {errno.ENAMETOOLONG, errno.EILSEQ, errno.ELOOP, errno.EISDIR}
@@ -35,6 +36,7 @@ _RETRYABLE = {
 _HINTS = {
     errno.EMFILE: "Raise the limit of open files (ulimit -n).",
     errno.ENFILE: "Raise the limit of open files (ulimit -n).",
+    errno.ENOTDIR: "A folder on the way to it is a file: choose another destination.",
     errno.ENOSPC: "Free space there or choose another destination.",
     errno.EDQUOT: "The quota is used up: free space there or choose another destination.",
     errno.EACCES: "Check the permissions of that path.",
@@ -57,10 +59,10 @@ def translate_os_error(error: OSError, action: str, path: str) -> UcpStoreError:
     Returns
     -------
     UcpStoreError
-        `CheckpointNotFoundError` where the path does not exist, else `StorageError`.
+        `CheckpointNotFoundError` where a path that is read does not exist, else `StorageError`.
     """
     code = error.errno or 0
-    if code in _MISSING:
+    if code in _MISSING and action in _READS:
         return CheckpointNotFoundError(
             f"cannot {action} {path!r}: there is no such file.", url=path, errno_code=code
         )

@@ -57,7 +57,9 @@ class Region:
     def intersect(self, other: Region) -> Region | None:
         """The common box, or ``None`` where there is none (empty boxes have none)."""
         offsets = tuple(map(max, self.offsets, other.offsets))
-        sizes = tuple(min(a, b) - o for a, b, o in zip(self.stops, other.stops, offsets, strict=True))
+        sizes = tuple(
+            min(a, b) - o for a, b, o in zip(self.stops, other.stops, offsets, strict=True)
+        )
         return Region(offsets, sizes) if all(s > 0 for s in sizes) else None
 
     def contains(self, other: Region) -> bool:
@@ -73,4 +75,8 @@ class Region:
         return self.shift(tuple(-o for o in outer.offsets))
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True)) + "]"
+        return (
+            "["
+            + ", ".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True))
+            + "]"
+        )

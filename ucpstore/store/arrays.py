@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,6 +152,19 @@ class ArraySpec:
         offsets = tuple(p * s for p, s in zip(self.object_position(index), self.shard, strict=True))
         stops = (min(o + s, n) for o, s, n in zip(offsets, self.shard, self.shape, strict=True))
         return Region(offsets, tuple(b - o for b, o in zip(stops, offsets, strict=True)))
+
+    def objects_in(self, region: Region) -> Iterator[int]:
+        """Indices of the objects that hold a part of ``region``, in C order."""
+        if region.volume == 0:
+            return
+        first = (o // s for o, s in zip(region.offsets, self.shard, strict=True))
+        last = (-(-e // s) for e, s in zip(region.stops, self.shard, strict=True))
+        grid = self.grid_shape
+        for position in itertools.product(*map(range, first, last)):
+            index = 0
+            for place, extent in zip(position, grid, strict=True):
+                index = index * extent + place
+            yield index
 
     def object_tiles(self, index: int) -> tuple[int, ...]:
         """Number of inner chunks along every dim that the ``index``-th object stores."""

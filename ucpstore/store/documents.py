@@ -110,7 +110,10 @@ class Done(msgspec.Struct, frozen=True):
         return cls(VERSION, digest, epoch, tuple(rows))
 
     def to_records(self) -> list[Record]:
-        return [Record(task, nbytes, token, int(digest, 16)) for task, nbytes, token, digest in self.records]
+        return [
+            Record(task, nbytes, token, int(digest, 16))
+            for task, nbytes, token, digest in self.records
+        ]
 
 
 def claim_name(number: int) -> str:
@@ -121,7 +124,9 @@ def claim_name(number: int) -> str:
 def claim_number(name: str) -> int | None:
     """Number of the claim with this object name; ``None`` for any other object."""
     stem = name.removeprefix(f"{CLAIMS}/").removesuffix(".json")
-    return int(stem) if stem.isascii() and stem.isdigit() and claim_name(int(stem)) == name else None
+    return (
+        int(stem) if stem.isascii() and stem.isdigit() and claim_name(int(stem)) == name else None
+    )
 
 
 def done_name(epoch: int, content: bytes) -> str:
@@ -209,4 +214,6 @@ def _convert(value: Any, cls: type[_Document], name: str) -> _Document:
 
 
 def _malformed(name: str, error: Exception) -> IntegrityError:
-    return IntegrityError(f"{name} is not a ucpstore document: {error}.", kind=Kind.MALFORMED, name=name)
+    return IntegrityError(
+        f"{name} is not a ucpstore document: {error}.", kind=Kind.MALFORMED, name=name
+    )

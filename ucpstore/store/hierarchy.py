@@ -28,7 +28,15 @@ from ucpstore.io.base import check_name
 from ucpstore.store.arrays import ArraySpec
 from ucpstore.store.documents import FORMAT, RootAttributes, dump_json, encode
 
-__all__ = ["COMMON", "PARAMS", "Hierarchy", "Place", "child_documents", "read_hierarchy", "root_document"]
+__all__ = [
+    "COMMON",
+    "PARAMS",
+    "Hierarchy",
+    "Place",
+    "child_documents",
+    "read_hierarchy",
+    "root_document",
+]
 
 PARAMS = "params"
 COMMON = "common"
@@ -153,11 +161,14 @@ def _describe(spec: ParameterSpec, index: int, states: set[str]) -> _Described:
 def root_document(attributes: RootAttributes, children: Iterable[tuple[str, bytes]]) -> bytes:
     """The root's ``zarr.json``, put together from the children's bytes, never held as objects."""
     nodes = b",".join(
-        dump_json(path, path).strip() + b":" + _consolidated(document) for path, document in children
+        dump_json(path, path).strip() + b":" + _consolidated(document)
+        for path, document in children
     )
     return (
         b'{"attributes":{"' + FORMAT.encode() + b'":' + encode(attributes).strip() + b"},"
-        b'"consolidated_metadata":{"kind":"inline","metadata":{' + nodes + b'},"must_understand":false},'
+        b'"consolidated_metadata":{"kind":"inline","metadata":{'
+        + nodes
+        + b'},"must_understand":false},'
         b'"node_type":"group","zarr_format":3}\n'
     )
 
@@ -209,7 +220,7 @@ def read_hierarchy(document: Mapping[str, Any], name: str) -> Hierarchy:
 
 def _described(attributes: Mapping[str, Any]) -> list[_Described]:
     ours = attributes[FORMAT]
-    return [msgspec.convert(one, _Described) for one in (ours["stack"] if "stack" in ours else [ours])]
+    return [msgspec.convert(one, _Described) for one in ours.get("stack", [ours])]
 
 
 def _states(
@@ -250,9 +261,7 @@ def _check_array(array: ArraySpec) -> None:
     itemsize(array.logical_dtype)
 
 
-def _parameter(
-    described: _Described, states: Mapping[tuple[str, str], StateSpec]
-) -> ParameterSpec:
+def _parameter(described: _Described, states: Mapping[tuple[str, str], StateSpec]) -> ParameterSpec:
     found = {}
     for name in described.states:
         spec = states[described.fqn, name]

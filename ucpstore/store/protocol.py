@@ -105,9 +105,15 @@ class CommitLog:
         """
         if self._digest is None:
             raise PlanError(
-                f"{self._files.url} was not claimed before it was written to.", hint="Call begin() first."
+                f"{self._files.url} was not claimed before it was written to.",
+                hint="Call begin() first.",
             )
         return self._digest
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the claim was sealed when it was last looked at."""
+        return self._sealed
 
     def begin(self, digest: str) -> bool:
         """Claim the destination for the plan ``digest``, or join its claim.
@@ -279,7 +285,9 @@ class CommitLog:
 
     def _foreign_content(self) -> list[str]:
         """What lies in a destination that nobody claimed; hidden names do not count."""
-        names = [stat.name for stat in self._files.list("", recursive=False)] + self._files.folders("")
+        names = [stat.name for stat in self._files.list("", recursive=False)] + self._files.folders(
+            ""
+        )
         return sorted(name for name in names if not name.startswith(".") and name != ROOT)
 
     def _claimed(self, found: str, digest: str) -> AlreadyExistsError:
@@ -287,7 +295,7 @@ class CommitLog:
             f"{self._files.url} is claimed by another plan: found {found}, expected {digest}.",
             kind=Kind.CLAIMED,
             hint="Finish that plan with its own command, or free the destination: "
-            "`ucpstore convert --abandon` (Python: abandon=True).",
+            "`ucpstore abandon URL` (Python: ucpstore.abandon).",
             url=self._files.url,
         )
 

@@ -24,7 +24,7 @@ from ucpstore.layout.tiles import iter_blocks, iter_tiles
 from ucpstore.store.arrays import ArraySpec
 from ucpstore.store.tensorstore_ import array_spec, folder_spec, make_context, translated
 
-__all__ = ["ArrayReader", "overlapping", "split_region"]
+__all__ = ["ArrayReader", "split_region"]
 
 _LOCAL_REQUEST = 8 << 20
 """Bytes of a local read. TensorStore's buffers above 32 MiB are mapped anew for every read, and smaller
@@ -34,20 +34,6 @@ _REMOTE_REQUEST = 128 << 20
 """Bytes of a remote read, in whole objects: reading all of one takes a single request."""
 
 _OPEN_ARRAYS = 1024
-
-
-def overlapping(array: ArraySpec, region: Region) -> Iterator[int]:
-    """Indices of the objects that hold a part of ``region``, in C order."""
-    if region.volume == 0:
-        return
-    first = (o // s for o, s in zip(region.offsets, array.shard, strict=True))
-    last = (-(-e // s) for e, s in zip(region.stops, array.shard, strict=True))
-    grid = array.grid_shape
-    for position in itertools.product(*map(range, first, last)):
-        index = 0
-        for place, extent in zip(position, grid, strict=True):
-            index = index * extent + place
-        yield index
 
 
 def split_region(
@@ -126,7 +112,9 @@ class ArrayReader:
                 self._open.popitem(last=False)
         return store
 
-    def read(self, array: ArraySpec, region: Region, out: Arrays, *, what: str, **context: Any) -> None:
+    def read(
+        self, array: ArraySpec, region: Region, out: Arrays, *, what: str, **context: Any
+    ) -> None:
         """Fill ``out`` (shape ``region.sizes``, stored or logical dtype, any strides).
 
         Raises
@@ -146,7 +134,7 @@ class ArrayReader:
         if self._files.is_local:
             unit, limit = array.tile, _LOCAL_REQUEST
         for box in split_region(region, unit, stored.itemsize, limit):
-            keys = [array.object_key(index) for index in overlapping(array, box)]
+            keys = [array.object_key(index) for index in array.objects_in(box)]
             with translated(f"{what} {box}", keys, url=self._files.url, **context):
                 store = self.open(array) if self._kvstore is not None else self._copy(array, keys)
                 part = ts.array(view[box.within(region).slices])

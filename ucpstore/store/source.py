@@ -20,7 +20,6 @@ from ucpstore.store.arrays import ArraySpec
 from ucpstore.store.documents import FORMAT, ROOT, RootAttributes, load_json, root_attributes
 from ucpstore.store.hierarchy import Place, read_hierarchy
 from ucpstore.store.protocol import current_claim, read_root
-from ucpstore.store.reading import ArrayReader, overlapping
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -65,6 +64,9 @@ class StoreSource:
         self.warnings: Sequence[str] = ()
         self._metadata = hierarchy.metadata
         self._places = hierarchy.places
+        # Loads TensorStore, which detecting a format need not.
+        from ucpstore.store.reading import ArrayReader
+
         self._reader = ArrayReader(files, hierarchy.metadata)
 
     def __repr__(self) -> str:
@@ -108,9 +110,7 @@ class StoreSource:
         """Shard borders: they are where the source's slices were cut, or lie within one slice."""
         self._spec(fqn, state)
         array, place = self._array(fqn, state)
-        cuts = tuple(
-            tuple(range(s, n, s)) for s, n in zip(array.shard, array.shape, strict=True)
-        )
+        cuts = tuple(tuple(range(s, n, s)) for s, n in zip(array.shard, array.shape, strict=True))
         return cuts if place.member is None else cuts[1:]
 
     def fragments(self, fqn: str, state: str, region: Region) -> Sequence[Fragment]:
@@ -120,7 +120,7 @@ class StoreSource:
         if place.member is not None:
             region = _in_stack(region, place.member)
         found = []
-        for index in overlapping(array, region):
+        for index in array.objects_in(region):
             part = array.object_region(index).intersect(region)
             if part is not None and place.member is not None:
                 part = Region(part.offsets[1:], part.sizes[1:])
@@ -136,7 +136,7 @@ class StoreSource:
         region = Region.full(spec.shape)
         if place.member is not None:
             region = _in_stack(region, place.member)
-        return sum(1 for _ in overlapping(array, region))
+        return sum(1 for _ in array.objects_in(region))
 
     def digest(self, fqn: str, state: str) -> str | None:
         """The recorded digest; ``None`` for a state that is stored in a stack."""
@@ -144,6 +144,19 @@ class StoreSource:
         array, place = self._array(fqn, state)
         digest = array.attributes.get("digest")
         return digest if place.member is None and isinstance(digest, str) else None
+
+    def joint_digests(self) -> Mapping[tuple[tuple[str, str], ...], str]:
+        """Digests of stacks: members in order of the leading axis -> digest of the whole array."""
+        members: dict[str, dict[int, tuple[str, str]]] = {}
+        for key, place in self._places.items():
+            if place.member is not None:
+                members.setdefault(place.path, {})[place.member] = key
+        found = {}
+        for path, by_index in members.items():
+            recorded = ArraySpec.from_metadata(path, self._metadata[path]).attributes.get("digest")
+            if recorded is not None:
+                found[tuple(by_index[index] for index in sorted(by_index))] = recorded
+        return found
 
     def tensorstore(self, fqn: str, state: str) -> ts.TensorStore:
         """The state as a read-only TensorStore (bfloat16 and float8 as the integers of their bits)."""

@@ -22,7 +22,15 @@ __all__ = ["array_spec", "folder_spec", "make_context", "translate", "translated
 
 _STATUS = re.compile(r"^([A-Z_]+): ")
 _RETRYABLE = frozenset(
-    {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN"}
+    {
+        "ABORTED",
+        "CANCELLED",
+        "DEADLINE_EXCEEDED",
+        "INTERNAL",
+        "RESOURCE_EXHAUSTED",
+        "UNAVAILABLE",
+        "UNKNOWN",
+    }
 )
 _REFUSED = frozenset({"PERMISSION_DENIED", "UNAUTHENTICATED"})
 _DAMAGED = frozenset({"DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT"})
@@ -34,9 +42,7 @@ def make_context() -> ts.Context:
     Nothing is cached: every stored chunk is read once, into the caller's array. Local files are mapped,
     which saves a copy; committed objects never change, so that no mapping shrinks under a reader.
     """
-    return ts.Context(
-        {"cache_pool": {"total_bytes_limit": 0}, "file_io_mode": {"mode": "memmap"}}
-    )
+    return ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_mode": {"mode": "memmap"}})
 
 
 def array_spec(
@@ -66,7 +72,9 @@ def array_spec(
     }
 
 
-def translate(error: Exception, what: str, keys: Sequence[str] = (), **context: Any) -> UcpStoreError:
+def translate(
+    error: Exception, what: str, keys: Sequence[str] = (), **context: Any
+) -> UcpStoreError:
     """The error of this package that says the same.
 
     Parameters
@@ -122,7 +130,6 @@ def translated(what: str, keys: Sequence[str] = (), **context: Any) -> Iterator[
         if isinstance(error, UcpStoreError):
             raise
         raise translate(error, what, keys, **context) from error
-
 
 
 def folder_spec(files: Files) -> dict[str, Any] | None:

@@ -1,0 +1,1 @@
+"""Benchmarks of ucpstore against plain copies and DeepSpeed's own converter: ``python -m benchmarks.run``."""

@@ -1,0 +1,217 @@
+"""What every row of the table runs, and what it runs on."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.object_store import BUCKET, CREDENTIALS
+from benchmarks.process import Measurement, measure
+from benchmarks.worker import tensors
+
+__all__ = ["BASE", "MEMORY_LIMIT", "OBJECT_STORE", "Bench", "Row"]
+
+BASE = "copy, 256 KiB blocks"
+OBJECT_STORE = "convert() to S3"
+MEMORY_LIMIT = 512 * 2**20
+DEEPSPEED = {"DS_ACCELERATOR": "cpu"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: a title, and what it does once per round.
+
+    ``warm_up`` runs once, unmeasured, before the first round: no round then pays for reading a
+    program's own files from the disk.
+    """
+
+    title: str
+    run: Callable[[], Measurement]
+    warm_up: Callable[[], object] | None = None
+
+
+class Bench:
+    """Inputs and rows of one run of the benchmark.
+
+    Parameters
+    ----------
+    work : Path
+        Folder for inputs and outputs. Inputs stay there and are used again.
+    model : str
+        Name in `benchmarks.dims.MODELS`.
+    """
+
+    def __init__(self, work: Path, model: str) -> None:
+        self.work = work
+        self.source = self._input(model, 4)
+        self.other = self._input("tiny", 2)
+        self.state_bytes = sum(length for _, _, length in tensors(self.source))
+        self.store = work / f"store-{model}"
+        self.out = work / "out"
+        self.clean()
+        self.out.mkdir()
+
+    def write_rows(self) -> list[Row]:
+        """Copies and conversions."""
+        return [
+            Row(BASE, lambda: self._copy(256 * 2**10)),
+            Row("copy, 32 MiB blocks", lambda: self._copy(32 * 2**20)),
+            Row("convert()", self._convert),
+            Row("convert(), 1 worker x 1 thread", lambda: self._convert(workers=1, threads=1)),
+            Row("convert(), 2 processes x 1 thread", lambda: self._convert(workers=2, threads=1)),
+            Row(
+                "ucpstore convert (command)",
+                lambda: self._command(self.source),
+                lambda: self._command(self.other),
+            ),
+            Row(
+                "ds_to_universal (command)",
+                lambda: self._universal(self.source),
+                lambda: self._universal(self.other),
+            ),
+        ]
+
+    def read_rows(self) -> list[Row]:
+        """Opening and reading, the source and the store of `make_store`."""
+        source, store, read = self.source, self.store, self._read
+        return [
+            Row("open the source", self._open),
+            Row("source slices", lambda: read("slices", source, state="adam_v")),
+            Row("store slices", lambda: read("slices", store, state="adam_v")),
+            Row("store, preadv, reused buffer", lambda: read("raw_read", store, how="preadv")),
+            Row("store, all states, reused buffer", lambda: read("read_all", store, fresh=False)),
+            Row("store, numpy.fromfile", lambda: read("raw_read", store, how="fromfile")),
+            Row("store, all states, fresh arrays", lambda: read("read_all", store, fresh=True)),
+        ]
+
+    def object_store_rows(self, endpoint: str) -> list[Row]:
+        """Conversions to an S3 server at a memory limit, also of a model with a matrix above the limit."""
+        wide = self._input("wide", 2)
+        title = f"{OBJECT_STORE}, {MEMORY_LIMIT >> 20} MiB limit"
+        return [
+            Row(title, lambda: self._to_object_store(endpoint, self.source)),
+            Row(f"{title}, 573 MB matrix", lambda: self._to_object_store(endpoint, wide)),
+        ]
+
+    def make_store(self) -> None:
+        """Convert the source, unmeasured, into the store that the read rows use."""
+        self._worker("convert", [self.source], self._paths() | {"dest": str(self.store)})
+
+    def clean(self) -> None:
+        """Remove everything but the inputs."""
+        for folder in (self.out, self.store, self.work / "s3"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _input(self, model: str, dp: int) -> Path:
+        folder = self.work / f"zero1-{model}-dp{dp}"
+        if not folder.exists():
+            half = folder.with_suffix(".half")
+            shutil.rmtree(half, ignore_errors=True)
+            command = [sys.executable, "-m", "benchmarks.make_zero1_355m", str(half)]
+            measure([*command, "--model", model, "--dp", str(dp)], env=DEEPSPEED)
+            half.rename(folder)
+        return folder
+
+    @property
+    def _dest(self) -> str:
+        return str(self.out / "written")
+
+    def _paths(self) -> dict[str, Any]:
+        return {
+            "source": str(self.source),
+            "dest": self._dest,
+            "other": str(self.other),
+            "scratch": str(self.out / "tiny"),
+        }
+
+    def _copy(self, block: int) -> Measurement:
+        options = {"source": str(self.source), "dest": self._dest, "block": block}
+        return self._worker("copy", [self.source], options)
+
+    def _convert(self, **options: Any) -> Measurement:
+        return self._worker("convert", [self.source], self._paths() | options)
+
+    def _command(self, source: Path) -> Measurement:
+        command = [sys.executable, "-m", "ucpstore", "convert", str(source), self._dest]
+        return self._run(command, [source])[0]
+
+    def _universal(self, source: Path) -> Measurement:
+        tag = (source / "latest").read_text()
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+        command += ["--input_folder", str(source / tag), "--output_folder", self._dest]
+        command += ["--num_extract_workers", "4", "--num_merge_workers", "2"]
+        command += ["--inject_missing_state"]
+        return self._run(command, [source], env=DEEPSPEED)[0]
+
+    def _open(self) -> Measurement:
+        return self._worker(
+            "open_checkpoint", [self.source], {"url": str(self.source), "other": str(self.other)}
+        )
+
+    def _read(self, operation: str, url: Path, **options: Any) -> Measurement:
+        return self._worker(operation, [url], {"url": str(url), **options})
+
+    def _to_object_store(self, endpoint: str, source: Path) -> Measurement:
+        options = self._paths() | {
+            "source": str(source),
+            "dest": f"s3://{BUCKET}/{os.urandom(4).hex()}",
+            "memory_limit": MEMORY_LIMIT,
+            "dest_options": {"endpoint_url": endpoint},
+        }
+        return self._worker("convert", [source], options, env=CREDENTIALS)
+
+    def _worker(
+        self,
+        operation: str,
+        inputs: Sequence[Path],
+        options: Mapping[str, Any],
+        env: Mapping[str, str] | None = None,
+    ) -> Measurement:
+        command = [sys.executable, "-m", "benchmarks.worker", operation, json.dumps(options)]
+        whole, output = self._run(command, inputs, env)
+        call = json.loads(output.splitlines()[-1])
+        own = {key: call.pop(key) for key in ("wall", "cpu", "read", "written") if key in call}
+        return replace(whole, **own, extra=call)
+
+    def _run(
+        self, command: Sequence[str], inputs: Sequence[Path], env: Mapping[str, str] | None = None
+    ) -> tuple[Measurement, str]:
+        """Measure in one and the same state of the machine, and remove what the command wrote."""
+        for folder in inputs:
+            _warm(folder)
+        os.sync()
+        _touch_free_memory(int(2.5 * self.state_bytes))
+        measurement, output = measure(command, env)
+        written = [path for path in Path(self._dest).rglob("*") if path.is_file()]
+        shutil.rmtree(self.out)
+        self.out.mkdir()
+        return replace(measurement, files=len(written)), output
+
+
+def _touch_free_memory(most: int) -> None:
+    """Use free memory once and give it back, so that the row finds pages that are really there.
+
+    A virtual machine may return free pages to its host (free page reporting), which makes the next
+    use of each several times dearer: a copy took 2 or 12 s, depending on what had run before it.
+    """
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemFree"].split()[0]) * 1024
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    mmap.mmap(-1, max(min(most, int(0.8 * free)), mmap.PAGESIZE), flags=flags).close()
+
+
+def _warm(folder: Path) -> None:
+    """Bring every file of a folder into the page cache."""
+    buffer = bytearray(256 * 2**10)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as stream:
+                while stream.readinto(buffer):
+                    pass

@@ -1,0 +1,44 @@
+"""Importing costs nothing, and reading needs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.deepspeed_runs import deepspeed_run
+
+HEAVY = ("numpy", "torch", "zarr", "tensorstore", "fsspec", "s3fs", "rich", "deepspeed", "msgspec")
+
+
+def loaded_after(code: str) -> set[str]:
+    script = f"{code}\nimport sys\nprint(*[m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.splitlines()[-1].split()) if done.stdout.strip() else set()
+
+
+def test_import_loads_nothing_heavy() -> None:
+    assert loaded_after("import ucpstore") == set()
+
+
+def test_opening_and_converting_need_neither_torch_nor_tensorstore(tmp_path: Path) -> None:
+    run = deepspeed_run("s2-bf16-dp2")
+    code = f"""
+import ucpstore
+checkpoint = ucpstore.open({str(run.path)!r})
+next(p for p in checkpoint.values() if "adam_v" in p).adam_v[...]
+ucpstore.convert({str(run.path)!r}, {str(tmp_path / "s")!r})
+"""
+    assert loaded_after(code) <= {"numpy", "msgspec"}
+
+
+def test_reading_the_store_needs_no_torch(tmp_path: Path) -> None:
+    run = deepspeed_run("s2-bf16-dp2")
+    code = f"""
+import ucpstore
+ucpstore.convert({str(run.path)!r}, {str(tmp_path / "s")!r})
+next(p for p in ucpstore.open({str(tmp_path / "s")!r}).values() if "adam_v" in p).adam_v[...]
+"""
+    assert not loaded_after(code) & {"torch", "zarr", "deepspeed", "rich"}
