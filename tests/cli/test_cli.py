@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +46,9 @@ def store(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["source", "store"])
-def either(request: pytest.FixtureRequest) -> Iterator[Path]:
-    yield request.getfixturevalue(request.param)
+def either(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.getfixturevalue(request.param)
+    return found
 
 
 def test_inspect(either: Path) -> None:
@@ -95,8 +95,8 @@ def test_convert_speaks_json_lines(source: Path, tmp_path: Path) -> None:
         validate(event, "event")
     validate(report, "report")
     assert report["committed"]
-    assert [e["event"] for e in events][0] == "started"
-    assert [e["event"] for e in events][-1] == "committed"
+    assert events[0]["event"] == "started"
+    assert events[-1]["event"] == "committed"
     again = json.loads(invoke("convert", source, tmp_path / "s", "--json").stdout.splitlines()[-1])
     assert again["already_committed"]
     assert "nothing to do" in invoke("convert", source, tmp_path / "s").stdout

@@ -71,7 +71,7 @@ class Region:
         return Region(tuple(o + d for o, d in zip(self.offsets, delta, strict=True)), self.sizes)
 
     def within(self, outer: Region) -> Region:
-        """This region in coordinates whose origin is the first element of ``outer``."""
+        """The region in coordinates whose origin is the first element of ``outer``."""
         return self.shift(tuple(-o for o in outer.offsets))
 
     def __str__(self) -> str:
