@@ -1,0 +1,1 @@
+"""Readers (and writers) of other frameworks' checkpoints: one folder per framework, none imports another."""
