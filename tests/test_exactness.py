@@ -17,6 +17,7 @@ import zarr
 
 import ucpstore
 from tests.deepspeed_runs import CASES, Run, deepspeed_run
+from ucpstore.errors import UnsupportedSourceError
 
 CANONICAL = {"exp_avg": "adam_m", "exp_avg_sq": "adam_v"}
 HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
@@ -104,6 +105,10 @@ def test_plain_zarr_and_tensorstore_read_it(tmp_path: Path) -> None:
     run = deepspeed_run("s3-bf16-dp3")
     ucpstore.convert(run.path, tmp_path / "store")
     group = zarr.open_group(str(tmp_path / "store"), mode="r", zarr_format=3)
+    store = ucpstore.open(tmp_path / "store")
+    assert store.zarr_group()["common"].attrs["counters"] == store.common["counters"]
+    with pytest.raises(UnsupportedSourceError, match="deepspeed checkpoint"):
+        ucpstore.open(run.path).zarr_group()
     checked = 0
     for (fqn, state), expected in truth_states(run).items():
         path = f"params/{fqn}/{state}"
@@ -113,6 +118,7 @@ def test_plain_zarr_and_tensorstore_read_it(tmp_path: Path) -> None:
             "kvstore": {"driver": "file", "path": f"{tmp_path}/store/{path}/"},
         }
         assert ts.open(spec, read=True).result().read().result().tobytes() == expected.tobytes()
+        assert store[fqn][state].tensorstore().read().result().tobytes() == expected.tobytes()
         checked += 1
     assert checked > 10
     assert json.loads(json.dumps(dict(group["common"].attrs)))

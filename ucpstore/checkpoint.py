@@ -6,13 +6,19 @@ Nothing here reads tensor bytes until a tensor is indexed; no ``repr`` does I/O.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ucpstore.contracts import Arrays, CommonState, Fragment, ParameterSpec, Role, Source, StateSpec
 from ucpstore.dtypes import numpy_dtype
-from ucpstore.errors import IndexingError, ParameterNotFoundError, UcpStoreError, close_names
+from ucpstore.errors import (
+    IndexingError,
+    ParameterNotFoundError,
+    UcpStoreError,
+    UnsupportedSourceError,
+    close_names,
+)
 from ucpstore.layout.region import Region
 
 if TYPE_CHECKING:
@@ -141,6 +147,16 @@ class LazyTensor:
         dtype = getattr(torch, self._spec.dtype)
         raw = torch.from_numpy(values.reshape(-1).view(np.uint8))
         return raw.view(dtype).reshape(values.shape)
+
+    def tensorstore(self) -> Any:
+        """The stored array as a read-only ``tensorstore.TensorStore`` (only of our own stores).
+
+        Raises
+        ------
+        UnsupportedSourceError
+            The checkpoint is a framework's: there is no array.
+        """
+        return _native(self._source, "tensorstore", "array")(self.fqn, self.name)
 
     def fragments(self, region: Region | None = None) -> Sequence[Fragment]:
         """Where the source's files hold a region (metadata only)."""
@@ -283,6 +299,16 @@ class Checkpoint(Mapping[str, Parameter]):
     ) -> None:
         """Nothing to release: files are opened per read and cached by the storage backend."""
 
+    def zarr_group(self) -> Any:
+        """The whole checkpoint as a read-only ``zarr.Group`` (only of our own stores).
+
+        Raises
+        ------
+        UnsupportedSourceError
+            The checkpoint is a framework's: there is no Zarr hierarchy.
+        """
+        return _native(self.source, "zarr_group", "Zarr hierarchy")()
+
     def info(self) -> dict[str, Any]:
         """Facts about the checkpoint as JSON values (``schemas/info.schema.json``)."""
         states: dict[str, dict[str, Any]] = {}
@@ -345,6 +371,18 @@ class Checkpoint(Mapping[str, Parameter]):
         if len(self) > len(names):
             lines.append(f"  ... {len(self) - len(names)} more")
         return "\n".join([head, *lines])
+
+
+def _native(source: Source, method: str, what: str) -> Callable[..., Any]:
+    """A method that only stores have."""
+    found: Callable[..., Any] | None = getattr(source, method, None)
+    if found is None:
+        raise UnsupportedSourceError(
+            f"{source.url} is a {source.format} checkpoint: it has no {what}.",
+            hint="Convert it first; slices and reads work on it as it is.",
+            url=source.url,
+        )
+    return found
 
 
 def _draw(node: Mapping[str, Any], indent: str, lines: list[str]) -> None:
