@@ -199,7 +199,11 @@ class Checkpoint:
     def _common_entries(self) -> dict[str, Any]:
         from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
-        return {"loss_scaler": LossScaler(scale=1.0), "dynamic_loss_scale": False, "overflow": False}
+        return {
+            "loss_scaler": LossScaler(scale=1.0),
+            "dynamic_loss_scale": False,
+            "overflow": False,
+        }
 
     def _model_file(
         self,

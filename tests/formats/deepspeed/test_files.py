@@ -82,9 +82,7 @@ def test_a_hole_in_the_ranks_is_named(tmp_path: Path, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_missing_last_ranks_are_known_from_the_partition_count(
-    tmp_path: Path, stage: int
-) -> None:
+def test_missing_last_ranks_are_known_from_the_partition_count(tmp_path: Path, stage: int) -> None:
     folder = Checkpoint([FOUR], ranks=4, stage=stage).write(tmp_path)
     for rank in (2, 3):
         optimizer_file(folder, rank).unlink()
@@ -100,10 +98,10 @@ def test_missing_last_ranks_are_known_from_the_partition_count(
 def test_missing_model_files_are_named(tmp_path: Path) -> None:
     folder = Checkpoint([FOUR], ranks=2, stage=3).write(tmp_path)
     (folder / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(IncompleteSourceError, match="zero_pp_rank_1_mp_rank_00_model_states.pt"):
+    with pytest.raises(IncompleteSourceError, match=r"zero_pp_rank_1_mp_rank_00_model_states.pt"):
         open_path(tmp_path)
     (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(IncompleteSourceError, match="mp_rank_00_model_states.pt"):
+    with pytest.raises(IncompleteSourceError, match=r"mp_rank_00_model_states.pt"):
         open_path(tmp_path)
 
 
@@ -281,3 +279,56 @@ def test_a_missing_scheduler_is_reported() -> None:
     source = open_path(deepspeed_run("noscheduler-s1-fp32-dp2").path)
     assert any("lr_scheduler" in text for text in source.warnings)
     assert source.common.document["scheduler"] is None
+
+
+def test_model_files_of_an_older_larger_run_are_ignored_with_a_warning(tmp_path: Path) -> None:
+    written = Checkpoint([FOUR], ranks=2)
+    folder = written.write(tmp_path)
+    for path in list(folder.iterdir()):
+        (folder / path.name.replace("mp_rank_00", "mp_rank_01")).write_bytes(b"stale")
+    source = open_path(tmp_path)
+    check_values(source, written)
+    assert source.parallelism["tp"] == 1
+    assert any("ranks 1 to 1" in text and "model-parallel" in text for text in source.warnings)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("mp_world_size", 10**30), ("mp_world_size", 3), ("dp_world_size", 10**30)]
+)
+def test_world_sizes_that_the_files_contradict(tmp_path: Path, key: str, value: int) -> None:
+    """`dp_world_size` counts other things too (MiCS) and is never relied on."""
+    written = Checkpoint([FOUR], ranks=2, model={key: value})
+    written.write(tmp_path)
+    if key == "dp_world_size":
+        check_values(open_path(tmp_path), written)
+        return
+    expected = IncompleteSourceError if value < 100 else CorruptSourceError
+    with pytest.raises(expected, match="model-parallel"):
+        open_path(tmp_path)
+
+
+def test_quantized_frozen_parameters_are_refused(tmp_path: Path) -> None:
+    model = {
+        "frozen_param_shapes": {"ice": torch.Size([3])},
+        "frozen_param_fragments": {"ice": torch.zeros(2, dtype=torch.int8)},
+        "ds_config": {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
+    }
+    Checkpoint([FOUR], ranks=2, stage=3, model=model).write(tmp_path)
+    with pytest.raises(UnsupportedSourceError, match="quantized"):
+        open_path(tmp_path)
+
+
+def test_a_frozen_fragment_of_another_length_is_refused(tmp_path: Path) -> None:
+    model = {
+        "frozen_param_shapes": {"ice": torch.Size([3])},
+        "frozen_param_fragments": {"ice": torch.zeros(1)},
+    }
+    Checkpoint([FOUR], ranks=2, stage=3, model=model).write(tmp_path)
+    with pytest.raises(UnsupportedSourceError, match=r"'ice' is stored .* expected shape \[2\]"):
+        open_path(tmp_path)
+
+
+def test_zenflow_is_reported(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}
+    Checkpoint([FOUR], ranks=2, model={"ds_config": config}).write(tmp_path)
+    assert any("ZenFlow" in text for text in open_path(tmp_path).warnings)

@@ -58,10 +58,7 @@ def test_case_09_more_than_ten_ranks(tmp_path: Path) -> None:
     written = Checkpoint([{"early": (16, 60), "late": (5, 60)}], ranks=12)
     written.write(tmp_path)
     source = open_path(tmp_path)
-    slots = {
-        fragment.file
-        for fragment in source.fragments("late", "fp32", _full((5, 60)))
-    }
+    slots = {fragment.file for fragment in source.fragments("late", "fp32", _full((5, 60)))}
     assert slots == {
         f"global_step7/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (9, 10, 11)
     }
@@ -144,7 +141,9 @@ def test_case_15_lost_alignment_is_noticed(tmp_path: Path) -> None:
     written.write(tmp_path)
     with pytest.raises(CorruptSourceError, match=r"has 90 elements, expected 88") as caught:
         open_path(tmp_path)
-    assert "zero_pp_rank_0_mp_rank_00_optim_states.pt: fp32 of group 0 (emb, l1" in str(caught.value)
+    assert "zero_pp_rank_0_mp_rank_00_optim_states.pt: fp32 of group 0 (emb, l1" in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -62,9 +62,13 @@ def test_patterns_and_cuts(name: str) -> None:
         parameter = source.parameters[fqn]
         words = "replicate" if dim is None else f"shard({dim})"
         assert parameter.pattern == f"tp: {words}, dp: flat"
-        ends = [0] if dim is None else np.cumsum(
-            [run.tensor("fp32", fqn, tp_rank=rank).shape[dim] for rank in range(run.case.tp)]
-        ).tolist()
+        ends = (
+            [0]
+            if dim is None
+            else np.cumsum(
+                [run.tensor("fp32", fqn, tp_rank=rank).shape[dim] for rank in range(run.case.tp)]
+            ).tolist()
+        )
         expected = tuple(
             tuple(ends[:-1]) if d == dim else () for d in range(len(parameter.states["fp32"].shape))
         )
@@ -74,7 +78,9 @@ def test_patterns_and_cuts(name: str) -> None:
 def test_without_any_information_a_rule_is_asked_for(tmp_path: Path) -> None:
     run = copy_run(deepspeed_run("tp2-s1-fp32-dp2"), tmp_path)
     change_info(run.tag_path, lambda holder: holder.pop("universal_checkpoint_info"))
-    with pytest.raises(PatternError, match=r"has no universal_checkpoint_info.*2 tensor-parallel") as e:
+    with pytest.raises(
+        PatternError, match=r"has no universal_checkpoint_info.*2 tensor-parallel"
+    ) as e:
         FORMAT.open(open_files(run.path))
     assert "tp_replicated_parameter_patterns" in e.value.hint
 
@@ -318,7 +324,10 @@ def test_the_maps_of_deepspeed_itself() -> None:
         slices = [entry.extract(torch.from_numpy(whole), rank).numpy() for rank in range(3)]
         merged = rules.merge(name, children(slices))
         assert (assemble(merged.geometry, slices) == whole).all(), name
-    assert rules.merge("columns", children([table(4, 3), table(4, 3), table(4, 4)])).pattern == "shard(1)"
+    assert (
+        rules.merge("columns", children([table(4, 3), table(4, 3), table(4, 4)])).pattern
+        == "shard(1)"
+    )
 
 
 def test_maps_that_cannot_be_followed() -> None:

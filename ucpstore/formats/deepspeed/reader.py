@@ -1,0 +1,313 @@
+"""Open a DeepSpeed checkpoint virtually: metadata is read, tensor bytes are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from ucpstore.contracts import CommonState, Detection, SourceFile
+from ucpstore.errors import (
+    CorruptSourceError,
+    IncompleteSourceError,
+    Kind,
+    UnsupportedSourceError,
+    listing,
+)
+from ucpstore.formats.deepspeed import files as rank_files
+from ucpstore.formats.deepspeed.assemble import Assembly
+from ucpstore.formats.deepspeed.autotp import TensorParallel
+from ucpstore.formats.deepspeed.common import collect_common
+from ucpstore.formats.deepspeed.files import RankFiles
+from ucpstore.formats.deepspeed.module import Model, read_model, take_census
+from ucpstore.formats.deepspeed.shards import Shard, read_shard
+from ucpstore.formats.deepspeed.states import compare_mappings
+from ucpstore.formats.deepspeed.stubs import index
+from ucpstore.formats.deepspeed.units import GroupUnit, SubGroupUnit, Unit
+from ucpstore.io.base import Files, FileStat
+from ucpstore.pieces import PieceSource
+
+__all__ = ["DeepSpeedFormat"]
+
+_LOCAL_THREADS = 4
+_REMOTE_THREADS = 32
+
+_T = TypeVar("_T")
+
+
+class DeepSpeedFormat:
+    """Checkpoints of DeepSpeed ZeRO 1, 2, 3 and BF16_Optimizer, with or without AutoTP."""
+
+    name = "deepspeed"
+
+    def detect(self, files: Files) -> Detection:
+        """Whether a DeepSpeed checkpoint is at the URL, judged by names only."""
+        return rank_files.detect(files)
+
+    def open(self, files: Files, *, tag: str | None = None) -> PieceSource:
+        """Index a checkpoint: a ``save_dir`` (its ``latest`` or ``tag``), or a tag's own folder.
+
+        Raises
+        ------
+        IncompleteSourceError
+            Rank files or states are missing; they are named.
+        CorruptSourceError
+            A file is truncated or not what its name says.
+        UnsafePickleError
+            A file names a class outside the allow-list.
+        UnsupportedSourceError
+            Pipeline, MoE, stage 0, universal or offloaded checkpoints, unknown layouts.
+        PatternError
+            Tensor-parallel slices that no rule describes.
+        """
+        found = rank_files.discover(files, tag)
+        return _Opening(files, found).source()
+
+
+@dataclass(slots=True)
+class _Ranks:
+    """Everything that was read, by model-parallel rank."""
+
+    models: list[Model]
+    shards: list[list[Shard]]
+    units: list[list[Unit]]
+
+
+class _Opening:
+    """One call of `DeepSpeedFormat.open`."""
+
+    def __init__(self, files: Files, found: RankFiles) -> None:
+        self._files = files
+        self._found = found
+        self._table: dict[str, int] = {}
+        self._warnings: list[str] = []
+
+    def source(self) -> PieceSource:
+        ranks = self._read()
+        first = ranks.models[0]
+        stage = ranks.shards[0][0].stage
+        info = first.rest.get("universal_checkpoint_info") or ranks.shards[0][0].patterns
+        tp = TensorParallel(info, self._found.mp)
+        census = take_census(first, stage)
+        self._warnings += census.warnings
+        models = self._all_models(ranks, needed=bool(census.frozen) and stage == 3)
+        assembly = Assembly(tp, census, file_of=self._file_of)
+        assembly.add_trainable(ranks.units, ranks.shards)
+        if not assembly.stepped:
+            self._warnings.append(
+                "the optimizer has no states yet (it never took a step): there are master weights only."
+            )
+        assembly.add_modules(ranks.models, stage)
+        assembly.add_frozen(models, stage)
+        for units, shards in zip(ranks.units, ranks.shards, strict=True):
+            self._warnings += compare_mappings(units, shards)
+        common = collect_common(
+            self._files,
+            {_label(mp, dp, self._found.partitioned): model for (mp, dp), model in models.items()},
+            ranks.shards[0][0],
+            ranks.units[0],
+            file_of=self._file_of,
+        )
+        return PieceSource(
+            format=DeepSpeedFormat.name,
+            files=self._files,
+            file_table=self._file_table(),
+            parameters=assembly.parameters(order=first.module),
+            common=CommonState(common.document, common.tensors.specs),
+            parallelism=self._parallelism(ranks),
+            warnings=[*dict.fromkeys(self._warnings + assembly.warnings + common.warnings)],
+            bound={**assembly.bound, **common.tensors.bound},
+        )
+
+    def _read(self) -> _Ranks:
+        """Read the first model file per model-parallel rank and all optimizer files."""
+        model = self._model(self._found.models[0, 0])
+        self._check_topology(model)
+        found = self._found
+        models = [
+            model,
+            *self._map(lambda mp: self._model(found.models[mp, 0]), range(1, found.mp)),
+        ]
+        if not found.optims:
+            raise _without_optimizer(found, model)
+        first = self._shard(found.optims[0, 0])
+        dp = max(first.counts, default=1)
+        rank_files.require_ranks(found, mp=found.mp, dp=dp)
+        if found.dp > dp:
+            self._left_over(dp, found.dp, "data-parallel")
+        others = [(mp, d) for mp in range(found.mp) for d in range(dp)][1:]
+        rest = self._map(lambda rank: self._shard(found.optims[rank], first), others)
+        flat = [first, *rest]
+        shards = [flat[mp * dp : (mp + 1) * dp] for mp in range(found.mp)]
+        for shard in rest:
+            _require_same(first, shard, ("stage", "optimizer_class", "counts", "group_units"))
+        for group in shards:
+            for shard in group:  # uneven slices of tensor-parallel ranks are padded differently
+                _require_same(group[0], shard, ("pads",))
+        if (first.stage == 3) != found.partitioned:
+            raise CorruptSourceError(
+                f"{first.name} is of ZeRO stage {first.stage}, but {model.name} is not: the files do not belong"
+                " together."
+            )
+        units = [_units(model, group) for model, group in zip(models, shards, strict=True)]
+        return _Ranks(models, shards, units)
+
+    def _left_over(self, ranks: int, found: int, what: str) -> None:
+        self._warnings.append(
+            f"the checkpoint was saved by {ranks} {what} ranks; the files of ranks {ranks} to {found - 1} are left"
+            " over from another run and were ignored."
+        )
+
+    def _all_models(self, ranks: _Ranks, *, needed: bool) -> dict[tuple[int, int], Model]:
+        """Model files whose values may differ by rank.
+
+        At stage 3 every data-parallel rank has one; those beyond the first are only read where they
+        hold parts of frozen parameters or the client's state.
+        """
+        models = {(mp, 0): model for mp, model in enumerate(ranks.models)}
+        if self._found.partitioned and (needed or ranks.models[0].client):
+            dp = len(ranks.shards[0])
+            keys = [(mp, d) for mp in range(self._found.mp) for d in range(1, dp)]
+            read = self._map(
+                lambda rank: self._model(self._found.models[rank]).without_module(), keys
+            )
+            models.update(zip(keys, read, strict=True))
+        for model in models.values():
+            self._file_of(model.name)
+        return dict(sorted(models.items()))
+
+    def _check_topology(self, model: Model) -> None:
+        """Compare what the first model file says about the run with the files that are there."""
+        dimensions = model.rest.get("checkpoint_parallel_dimensions") or {}
+        pipeline = dimensions.get("pp_degree") if isinstance(dimensions, Mapping) else 1
+        if isinstance(pipeline, int) and pipeline > 1:
+            raise UnsupportedSourceError(
+                f"{model.name}: {pipeline} pipeline stages: pipeline checkpoints are not supported yet."
+            )
+        zero = _zero_config(model)
+        if zero.get("zero_quantized_nontrainable_weights") and model.fragments:
+            raise UnsupportedSourceError(
+                f"{model.name}: frozen parameters were quantized (zero_quantized_nontrainable_weights); they cannot"
+                " be read exactly."
+            )
+        if zero.get("zenflow"):
+            self._warnings.append(
+                "ZenFlow was on: DeepSpeed does not save the states of its selective optimizer."
+            )
+        world = model.rest.get("mp_world_size")
+        if not isinstance(world, int) or world < 1 or world == self._found.mp:
+            return
+        if world > self._found.mp:
+            rank_files.require_ranks(self._found, mp=world, dp=self._found.dp)
+        self._left_over(world, self._found.mp, "model-parallel")
+        self._found = replace(self._found, mp=world)
+
+    def _parallelism(self, ranks: _Ranks) -> dict[str, Any]:
+        shard = ranks.shards[0][0]
+        model = ranks.models[0]
+        return {
+            "framework": DeepSpeedFormat.name,
+            "version": model.rest.get("ds_version") or shard.rest.get("ds_version"),
+            "zero_stage": shard.stage,
+            "dp": len(ranks.shards[0]),
+            "tp": self._found.mp,
+            "pp": 1,
+            "optimizer_class": shard.optimizer_class,
+            "tag": self._found.tag,
+            "file_prefix": self._found.prefix,
+            "dp_world_size": model.rest.get("dp_world_size"),
+            "mp_world_size": model.rest.get("mp_world_size"),
+        }
+
+    def _model(self, stat: FileStat) -> Model:
+        return read_model(index(self._files, stat.name))
+
+    def _shard(self, stat: FileStat, like: Shard | None = None) -> Shard:
+        return read_shard(index(self._files, stat.name), like=like)
+
+    def _map(self, function: Callable[[Any], _T], items: Sequence[Any]) -> list[_T]:
+        """Run over independent files in threads; the first error in order of the items is raised."""
+        if len(items) < 2:
+            return [function(item) for item in items]
+        threads = _LOCAL_THREADS if self._files.is_local else _REMOTE_THREADS
+        with ThreadPoolExecutor(min(threads, len(items))) as pool:
+            return list(pool.map(function, items))
+
+    def _file_table(self) -> list[SourceFile]:
+        found = self._found
+        stats = {s.name: s for grid in (found.models, found.optims) for s in grid.values()}
+        return [SourceFile.of(stats[name]) for name in self._table]
+
+    def _file_of(self, name: str) -> int:
+        """Index of a file in the table; a file enters it when something in it is needed."""
+        position = self._table.get(name)
+        if position is None:
+            position = self._table[name] = len(self._table)
+        return position
+
+
+def _zero_config(model: Model) -> Mapping[str, Any]:
+    config = model.rest.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return zero if isinstance(zero, Mapping) else {}
+
+
+def _label(mp: int, dp: int, partitioned: bool) -> str:
+    return f"dp_{dp}_mp_{mp}" if partitioned else f"mp_{mp}"
+
+
+def _units(model: Model, shards: Sequence[Shard]) -> list[Unit]:
+    """Lay out the units of one model-parallel rank."""
+    shard = shards[0]
+    if len(model.shapes) != len(shard.masters):
+        raise CorruptSourceError(
+            f"{shard.name} has {len(shard.masters)} flat master weights, but param_shapes of {model.name} has"
+            f" {len(model.shapes)} groups."
+        )
+    units: list[Unit] = []
+    for position, (shapes, count) in enumerate(zip(model.shapes, shard.counts, strict=True)):
+        if count != len(shards):
+            raise UnsupportedSourceError(
+                f"{shard.name}: group {position} is cut over {count} ranks, others over {len(shards)}: expert"
+                " groups are not supported yet."
+            )
+        if shard.stage == 3:
+            units.append(SubGroupUnit.of(shapes, count))
+            continue
+        pads = None if shard.pads is None else shard.pads[position]
+        if pads is not None and len(pads) != len(shapes):
+            raise CorruptSourceError(
+                f"{shard.name}: param_alignment_paddings of group {position} has {len(pads)} entries, expected one per"
+                f" parameter ({len(shapes)})."
+            )
+        units.append(GroupUnit.of(shapes, count, pads))
+    return units
+
+
+def _require_same(first: Shard, other: Shard, facts: Sequence[str]) -> None:
+    """All optimizer files must come from one run."""
+    for what in facts:
+        mine, theirs = getattr(first, what), getattr(other, what)
+        if mine != theirs:
+            raise CorruptSourceError(
+                f"{other.name} and {first.name} do not belong together: {what} is {theirs!r:.80} and"
+                f" {mine!r:.80}."
+            )
+
+
+def _without_optimizer(found: RankFiles, model: Model) -> IncompleteSourceError:
+    world = model.rest.get("dp_world_size")
+    ranks = range(world) if isinstance(world, int) and 0 < world <= 100_000 else range(1)
+    missing = [found.optim_name(mp, dp) for mp in range(found.mp) for dp in ranks]
+    if found.partitioned:
+        return IncompleteSourceError(
+            f"{model.name} holds ZeRO-3 placeholders, no weights; the weights are in the optimizer files, and none"
+            f" of them is there: {listing(missing)}.",
+            kind=Kind.PLACEHOLDER,
+            missing=missing,
+        )
+    return IncompleteSourceError(
+        f"checkpoint {found.tag!r}: no optimizer file is there: {listing(missing)}.",
+        missing=missing,
+    )
