@@ -222,7 +222,7 @@ class Parameter(Mapping[str, LazyTensor]):
         return [*super().__dir__(), *self.spec.states]
 
     def __repr__(self) -> str:
-        states = ", ".join(f"{s.name}: {s.dtype}" for s in self.spec.states.values())
+        states = _states_by_dtype(self.spec)
         tied = f", also {', '.join(self.aliases)}" if self.aliases else ""
         return f"<Parameter {self.fqn!r} {list(self.shape)} ({states}){tied}>"
 
@@ -385,6 +385,14 @@ def _native(source: Source, method: str, what: str) -> Callable[..., Any]:
     return found
 
 
+def _states_by_dtype(spec: ParameterSpec) -> str:
+    """``fp32 adam_m adam_v: float32, weight: bfloat16``."""
+    names: dict[str, list[str]] = {}
+    for state in spec.states.values():
+        names.setdefault(state.dtype, []).append(state.name)
+    return ", ".join(f"{' '.join(found)}: {dtype}" for dtype, found in names.items())
+
+
 def _draw(node: Mapping[str, Any], indent: str, lines: list[str]) -> None:
     """Append one line per child of ``node``, recursing into prefixes; only children share a line."""
     entries = list(node.items())
@@ -398,7 +406,7 @@ def _draw(node: Mapping[str, Any], indent: str, lines: list[str]) -> None:
             lines.append(indent + branch + name)
             _draw(child, indent + deeper, lines)
             continue
-        states = ", ".join(f"{s.name} {s.dtype}" for s in child.spec.states.values())
+        states = _states_by_dtype(child.spec)
         notes = "" if child.trainable else ", not trained"
         notes += f", also {', '.join(child.aliases)}" if child.aliases else ""
         lines.append(f"{indent}{branch}{name} {list(child.shape)} ({states}){notes}")

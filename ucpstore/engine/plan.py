@@ -47,6 +47,8 @@ class Plan:
         Anonymous memory, in bytes, of one task in flight.
     free_nbytes, free_inodes : int or None
         What the destination has left, where it can tell.
+    left_out : mapping of str to int
+        Tensors of the source, by state, that the target will not hold: derived ones, or not selected.
     warnings : tuple of str
     """
 
@@ -62,6 +64,7 @@ class Plan:
     min_memory: int
     free_nbytes: int | None
     free_inodes: int | None
+    left_out: Mapping[str, int]
     warnings: tuple[str, ...]
 
     @property
@@ -99,6 +102,7 @@ class Plan:
             ("reads", f"at most {self.max_reads} byte ranges"),
             ("memory", f"at least {format_bytes(self.min_memory)} a task in flight"),
             ("free", free),
+            *(("left out", f"{name} of {count} parameters") for name, count in self.left_out.items()),
             *(("warning", text) for text in self.warnings),
         ]
         return "\n".join(f"{name:<8} {text}" for name, text in rows)
@@ -178,5 +182,17 @@ def make_plan(
         min_memory=target.task_memory(),
         free_nbytes=free_space[0] if free_space else None,
         free_inodes=free_space[1] if free_space else None,
+        left_out=_left_out(source, states),
         warnings=tuple(source.warnings),
     )
+
+
+def _left_out(source: Source, states: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """Tensors of the source that are not among ``states``, counted by state."""
+    kept = set(states)
+    found: dict[str, int] = {}
+    for fqn, parameter in source.parameters.items():
+        for name in parameter.states:
+            if (fqn, name) not in kept:
+                found[name] = found.get(name, 0) + 1
+    return found

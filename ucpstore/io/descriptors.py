@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = ["Descriptors", "OpenFile"]
@@ -38,14 +39,12 @@ class Descriptors:
         self._lock = threading.Lock()
         self._open: OrderedDict[str, OpenFile] = OrderedDict()
         _ALL.add(self)
+        # Nobody borrows any more by then, as a borrower holds a reference: so no lock is needed, and
+        # none may be waited for while garbage is collected.
+        weakref.finalize(self, _close_all, self._open)
 
     def __len__(self) -> int:
         return len(self._open)
-
-    def __del__(self) -> None:
-        # Nobody borrows any more: a borrower holds a reference. So no lock is needed, and none may
-        # be waited for while garbage is collected.
-        _close([entry.fd for entry in self._open.values()])
 
     def take(self, path: str) -> OpenFile:
         """Descriptor of ``path``, open until it is given back to `release`.
@@ -112,13 +111,18 @@ class Descriptors:
     def _after_fork(self) -> None:
         """In a forked child the lock may be held, and users counted, by threads that are gone."""
         self._lock = threading.Lock()
-        entries, self._open = self._open, OrderedDict()
-        _close([entry.fd for entry in entries.values()])
+        closing = [entry.fd for entry in self._open.values()]
+        self._open.clear()  # the same mapping, since the finalizer holds it
+        _close(closing)
 
 
 def _close(descriptors: list[int]) -> None:
     for fd in descriptors:
         os.close(fd)
+
+
+def _close_all(entries: Mapping[str, OpenFile]) -> None:
+    _close([entry.fd for entry in entries.values()])
 
 
 _ALL: weakref.WeakSet[Descriptors] = weakref.WeakSet()

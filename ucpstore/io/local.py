@@ -7,6 +7,7 @@ import fcntl
 import os
 import sys
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -418,9 +419,7 @@ class _RootDescriptor:
 
     def __init__(self, root: str) -> None:
         self.fd = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        os.close(self.fd)
+        weakref.finalize(self, os.close, self.fd)
 
 
 def _file_stat(name: str, stat: os.stat_result) -> FileStat:

@@ -372,3 +372,23 @@ def test_layouts_that_deepspeed_itself_cannot_describe() -> None:
     info = {"autotp_unsupported_parameter_patterns": {"^w$": "its fused layout interleaves blocks"}}
     with pytest.raises(UnsupportedSourceError, match="interleaves blocks"):
         TensorParallel(info, 2).merge("w", children([table(2), table(2)]))
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"(a+)+$", r"(a|a)*b", r".*.*.*.*x", r"(x{1,9}){1,9}", "a" * 2000]
+)
+def test_patterns_that_could_run_for_ever_are_refused(pattern: str) -> None:
+    from ucpstore.formats.deepspeed.autotp import _Names
+
+    with pytest.raises(PatternError, match="very long"):
+        _Names("tp_replicated_parameter_patterns", [pattern])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"\d+.input_layernorm.weight", r".*\.layers\.\d+\.mlp\..*weight", r"(a|b)\.c", r"a\+\(b\)\*"],
+)
+def test_patterns_that_frameworks_write_are_accepted(pattern: str) -> None:
+    from ucpstore.formats.deepspeed.autotp import _Names
+
+    assert _Names("tp_replicated_parameter_patterns", [pattern])

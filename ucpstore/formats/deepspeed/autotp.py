@@ -225,6 +225,14 @@ class TensorParallel:
         return Merged(Concat((true, *rest), 0, (part,)), pattern)
 
 
+# The patterns come from an untrusted file, and a backtracking matcher has no time limit: what is allowed is
+# at most cubic in the length of a name, which covers what DeepSpeed and Megatron write.
+_MAX_PATTERN = 1000
+_MAX_UNBOUNDED = 3
+_QUANTIFIED_GROUP = re.compile(r"(?<!\\)\)[*+?{]")
+_UNBOUNDED = re.compile(r"(?<!\\)[*+]|(?<!\\)\{\d*,\d*\}")
+
+
 class _Names:
     """The regexes of one list, matched as DeepSpeed does; exact names need no scan."""
 
@@ -239,6 +247,16 @@ class _Names:
             if name is not None:
                 self._exact[name] = pattern
                 continue
+            if (
+                len(pattern) > _MAX_PATTERN
+                or _QUANTIFIED_GROUP.search(pattern)
+                or (len(_UNBOUNDED.findall(pattern)) > _MAX_UNBOUNDED)
+            ):
+                raise PatternError(
+                    f"{key}: {pattern[:200]!r} could take very long to match: expected at most"
+                    f" {_MAX_UNBOUNDED} unbounded repeats, none of them of a group.",
+                    kind=Kind.UNSUPPORTED,
+                )
             try:
                 self._regexes.append(re.compile(pattern))
             except re.error as error:
