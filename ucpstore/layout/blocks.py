@@ -9,7 +9,7 @@ from operator import sub
 from typing import Any
 
 from ucpstore.errors import LayoutError
-from ucpstore.layout.coverage import Fault, overlaps, uncovered
+from ucpstore.layout.faults import Fault, overlaps, uncovered
 from ucpstore.layout.joined import Joined, distinct, one_slot, table, union_slots
 from ucpstore.layout.node import Geometry, Piece
 from ucpstore.layout.region import Region

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, get_args
 
 from ucpstore.errors import LayoutError
-from ucpstore.layout.coverage import Fault
+from ucpstore.layout.faults import Fault
 from ucpstore.layout.joined import (
     Joined,
     distinct,

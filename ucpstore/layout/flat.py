@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
-from ucpstore.layout.coverage import Fault
+from ucpstore.layout.faults import Fault
 from ucpstore.layout.node import Geometry, Piece, contiguous_runs, strides_of
 from ucpstore.layout.region import Region
 

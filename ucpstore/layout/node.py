@@ -11,7 +11,7 @@ from operator import mul
 from typing import Any, Literal
 
 from ucpstore.errors import LayoutError
-from ucpstore.layout.coverage import Fault
+from ucpstore.layout.faults import Fault
 from ucpstore.layout.region import Region, row_major_strides
 
 __all__ = ["Geometry", "Piece", "Rule", "Strided", "contiguous_runs"]
