@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.fakes import ArraySource
 from ucpstore.checkpoint import Checkpoint
-from ucpstore.errors import IndexingError, ParameterNotFoundError, UcpStoreError
+from ucpstore.errors import IndexingError, LayoutError, ParameterNotFoundError
 from ucpstore.layout.region import Region
 
 VALUES = np.arange(5 * 6 * 7, dtype=np.float32).reshape(5, 6, 7)
@@ -58,7 +60,28 @@ def test_indexing_is_numpys(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    "index", [5, -6, (0, 0, 7), (0, 0, 0, 0), (..., ...), slice(None, None, -1), [1, 2], 1.5]
+    "index",
+    [
+        5,
+        -6,
+        10**30,
+        (0, 0, 7),
+        (0, 0, 0, 0),
+        (..., ...),
+        slice(None, None, -1),
+        slice(None, None, 0),
+        slice(0.5, 2),
+        [1, 2],
+        1.5,
+        "0",
+        None,
+        True,
+        np.True_,
+        np.array([0, 1]),
+        np.zeros((5, 6, 7), bool),
+        (0, np.array([0, 1])),
+        (..., True),
+    ],
 )
 def test_what_cannot_be_read_lazily_is_refused(index: Any) -> None:
     with pytest.raises(IndexingError, match=r"block\.0\.w"):
@@ -82,13 +105,59 @@ def test_scalars_and_empty_tensors() -> None:
         len(checkpoint["block.0.scale"].fp32)
 
 
+def test_ellipsis_makes_arrays_as_in_numpy() -> None:
+    checkpoint = make()
+    assert isinstance(checkpoint["block.0.scale"].fp32[...], np.ndarray)
+    assert not isinstance(checkpoint["block.0.scale"].fp32[()], np.ndarray)
+    assert isinstance(checkpoint["block.0.w"].fp32[0, 0, 0, ...], np.ndarray)
+    assert np.asarray(checkpoint["block.0.scale"].fp32).shape == ()
+
+
+def test_a_step_keeps_only_its_elements() -> None:
+    found = make()["block.0.w"].fp32[::4]
+    assert found.shape == (2, 6, 7)
+    assert found.base is None
+
+
+def test_names_of_attributes_are_reachable_as_items() -> None:
+    states = ("fqn", "shape", "keys", "items", "spec", "get", "fp32")
+    checkpoint = Checkpoint(
+        ArraySource({"shape": {name: np.full(2, i, np.float32) for i, name in enumerate(states)}})
+    )
+    parameter = checkpoint["shape"]
+    assert [int(parameter[name][0]) for name in states] == list(range(len(states)))
+    assert (parameter.fqn, parameter.shape, list(parameter)) == ("shape", (2,), list(states))
+    for view in (checkpoint, parameter, parameter["keys"]):
+        for copied in (pickle.loads(pickle.dumps(view)), copy.deepcopy(view)):
+            assert repr(copied) == repr(view)
+            assert not hasattr(copied, "no_such_thing")
+            assert not hasattr(copied, "__array_interface__")
+
+
+def test_a_name_comes_before_an_alias() -> None:
+    arrays = {"a": {"fp32": np.float32([1])}, "b": {"fp32": np.float32([2])}}
+    checkpoint = Checkpoint(ArraySource(arrays, specs={"a": {"aliases": ("b",)}}))
+    assert checkpoint["b"].fp32[0] == 2
+
+
+def test_texts_hold_no_terminal_commands() -> None:
+    name = "evil\n\x1b[2J\u202e\ud800"
+    checkpoint = Checkpoint(ArraySource({name: {name: VALUES}}, specs={name: {"aliases": (name,)}}))
+    for text in (repr(checkpoint), checkpoint.tree(), repr(checkpoint[name])):
+        assert not {"\x1b", "\u202e", "\ud800"} & set(text)
+    assert len(checkpoint.tree().splitlines()) == 2
+    assert repr(checkpoint[name][name]).isprintable()
+
+
 def test_read_into_an_array() -> None:
     out = np.empty((2, 6, 7), np.float32)
     tensor = make()["block.0.w"].fp32
     assert tensor.read(Region((1, 0, 0), (2, 6, 7)), out=out) is out
     assert np.array_equal(out, VALUES[1:3])
-    with pytest.raises(UcpStoreError, match="float64"):
+    with pytest.raises(LayoutError, match="float64"):
         tensor.read(Region((1, 0, 0), (2, 6, 7)), out=out.astype(np.float64))
+    with pytest.raises(LayoutError, match="list"):
+        tensor.read(out=[1])
 
 
 def test_mappings_and_attributes() -> None:
@@ -107,6 +176,9 @@ def test_mappings_and_attributes() -> None:
 def test_unknown_names_offer_close_ones() -> None:
     with pytest.raises(ParameterNotFoundError, match=r"Did you mean 'block\.0\.w'"):
         make()["block.0.x"]
+    for odd in (3, None, ("block.0.w",)):
+        with pytest.raises(ParameterNotFoundError):
+            make()[odd]  # type: ignore[index]
     with pytest.raises(KeyError, match="has no state 'adam_v'; it has fp32, adam_m"):
         make()["block.0.w"]["adam_v"]
 

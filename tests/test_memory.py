@@ -15,7 +15,7 @@ from tests.servers import S3Server, s3_server  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 MB = 1_000_000
-SCRIPT = '''
+SCRIPT = """
 import json, sys
 from ucpstore.contracts import CommonState, ParameterSpec, Role, SourceFile, StateSpec
 from ucpstore.engine.plan import make_plan
@@ -50,7 +50,7 @@ report = run(
     opener=lambda: (plan.digest, source, target),
 )
 print(json.dumps(report.to_json()))
-'''
+"""
 
 
 def make_files(folder: Path, shapes: list[tuple[int, int]]) -> int:
@@ -70,7 +70,11 @@ def anonymous(process: psutil.Process) -> int:
             status = Path(f"/proc/{member.pid}/status").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        total += sum(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+        total += sum(
+            int(line.split()[1]) * 1024
+            for line in status.splitlines()
+            if line.startswith("RssAnon")
+        )
     return total
 
 

@@ -16,10 +16,16 @@ from ucpstore.engine.plan import Plan, make_plan
 from ucpstore.engine.run import Report, Workers, run
 from ucpstore.engine.sizes import parse_bytes
 from ucpstore.engine.worker import Settings
-from ucpstore.errors import CheckpointNotFoundError, NotFoundError, UnrecognizedSourceError
+from ucpstore.errors import (
+    CheckpointNotFoundError,
+    NotFoundError,
+    PlanError,
+    UnrecognizedSourceError,
+)
 from ucpstore.events import Listener
 from ucpstore.io import open_files
 from ucpstore.io.base import Files
+from ucpstore.io.urls import parse_url
 
 if TYPE_CHECKING:
     from ucpstore.inspect.diff import Diff
@@ -99,6 +105,12 @@ def _open_source(files: Files, name: str, tag: str | None) -> Source:
         if detection.matches:
             return format_.open(files, tag=tag)
         seen.append(f"{format_.name}: {detection.evidence}")
+    if files.is_local and os.path.isfile(files.url):
+        raise UnrecognizedSourceError(
+            f"{files.url} is a file, expected the folder of a checkpoint.",
+            hint="Give the folder that the framework's save wrote.",
+            url=files.url,
+        )
     if not files.list(recursive=False) and not files.folders():
         raise CheckpointNotFoundError(f"nothing is at {files.url}.", url=files.url)
     raise UnrecognizedSourceError(
@@ -141,8 +153,9 @@ class _Request:
 
 def _step(source: Source) -> int | None:
     """The training step, where the source counts steps."""
-    step = source.common.document.get("counters", {}).get("global_steps")
-    return step if isinstance(step, int) else None
+    counters = source.common.document.get("counters")
+    step = counters.get("global_steps") if isinstance(counters, Mapping) else None
+    return step if type(step) is int else None
 
 
 def _open_job(request: _Request) -> tuple[str, Source, ZarrTarget]:
@@ -187,20 +200,29 @@ def _request(
     dest_options: Mapping[str, Any] | None,
 ) -> _Request:
     return _Request(
-        source=os.fspath(source),
-        dest=os.fspath(dest),
+        # In full: a worker process may have another working directory.
+        source=parse_url(source).url,
+        dest=parse_url(dest).url,
         format=format_,
         tag=tag,
-        states=_names(states),
-        only=_names(only),
-        exclude=_names(exclude),
+        states=_names("states", states),
+        only=_names("only", only),
+        exclude=_names("exclude", exclude),
         source_options=dict(source_options or {}),
         dest_options=dict(dest_options or {}),
     )
 
 
-def _names(names: Sequence[str] | None) -> tuple[str, ...] | None:
-    return (names,) if isinstance(names, str) else None if names is None else tuple(names)
+def _names(option: str, names: Sequence[str] | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    found = (names,) if isinstance(names, str) else tuple(names)
+    for name in found:
+        if not isinstance(name, str):
+            raise PlanError(
+                f"cannot select {option}={name!r}: found {type(name).__name__}, expected names."
+            )
+    return found
 
 
 def convert(
@@ -213,10 +235,10 @@ def convert(
     only: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     executor: Executor | None = None,
-    workers: int = 1,
+    workers: int | None = None,
     threads: int | None = None,
     share: tuple[int, int] | None = None,
-    memory_limit: int | str | None = None,
+    memory_limit: float | str | None = None,
     retries: int = 4,
     source_options: Mapping[str, Any] | None = None,
     dest_options: Mapping[str, Any] | None = None,
@@ -240,13 +262,14 @@ def convert(
     only, exclude : sequence of str, optional
         Globs over fully qualified names.
     executor : concurrent.futures.Executor, optional
-        Where batches of tasks run. By default here (``workers=1``) or on ``workers`` processes.
-    workers, threads : int
-        Batches in flight, and tasks in flight inside each (the number of cores by default).
+        Where batches of tasks run. By default here or, with ``workers`` above 1, on that many processes.
+    workers, threads : int, optional
+        Batches in flight (by default 1, or as many as the executor says that it has workers), and tasks
+        in flight inside each (the number of cores by default).
     share : (int, int), optional
         Do only part ``index`` of ``count``; other processes do the rest, and whoever finds everything
         done commits.
-    memory_limit : int or str, optional, bytes
+    memory_limit : number or str, optional, bytes
         What tasks in flight may need together, such as ``"512MB"``; 2 GiB by default.
     retries : int
         Further attempts of a task whose storage fails in a way that may pass.
@@ -267,19 +290,22 @@ def convert(
         Selection, memory limit or free space do not allow it; nothing was written.
     IntegrityError
         Replicas differ, or the source changed meanwhile.
+    WorkerError
+        A worker died or could not be started.
     StorageError
     """
+    limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else parse_bytes(memory_limit)
+    chosen = Workers(
+        executor=executor, workers=workers, threads=threads, share=share, memory_limit=limit
+    )
     request = _request(
         source, dest, format, tag, states, only, exclude, source_options, dest_options
     )
     found, opened, target = request.open()
-    limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else parse_bytes(memory_limit)
     return run(
         (opened, target),
         found,
-        workers=Workers(
-            executor=executor, workers=workers, threads=threads, share=share, memory_limit=limit
-        ),
+        workers=chosen,
         opener=partial(_open_job, request),
         settings=Settings(threads=1, retries=retries),
         emit=on_event,
@@ -314,8 +340,8 @@ def verify(
     """Read every byte of a checkpoint and check it.
 
     Checksums of every chunk, the recorded digest of every state, and replicas against each other; with
-    ``against`` also every element against another checkpoint (of any format). All findings are
-    collected.
+    ``against`` also every element and the common state against another checkpoint (of any format), which
+    may hold nothing more. All findings are collected.
 
     Returns
     -------

@@ -14,12 +14,13 @@ from ucpstore.contracts import Arrays, CommonState, Fragment, ParameterSpec, Rol
 from ucpstore.dtypes import numpy_dtype
 from ucpstore.errors import (
     IndexingError,
+    LayoutError,
     ParameterNotFoundError,
-    UcpStoreError,
     UnsupportedSourceError,
     close_names,
 )
 from ucpstore.layout.region import Region
+from ucpstore.text import printable
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,8 @@ _REPR_CAP = 12
 class LazyTensor:
     """One state of one parameter; indexing reads exactly the bytes that the index needs.
 
-    Supports integers, slices (any positive step) and ``...``; the result is a new numpy array.
+    Supports integers, slices (any positive step) and ``...``; the result is a new numpy array. A step
+    saves no reading: the elements in between are read and dropped.
 
     Attributes
     ----------
@@ -87,18 +89,20 @@ class LazyTensor:
         return self.shape[0]
 
     def __repr__(self) -> str:
-        return f"<LazyTensor {self.fqn!r} {self.name} {list(self.shape)} {self._spec.dtype}>"
+        return f"<LazyTensor {self.fqn!r} {printable(self.name)} {list(self.shape)} {self._spec.dtype}>"
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Arrays:
         region, inner = _basic_index(index, self.shape, f"{self.fqn!r} ({self.name})")
-        return self.read(region)[inner]
+        found = self.read(region)[inner]
+        # A step would keep everything in between in memory.
+        return found.copy() if found.ndim and found.size < region.volume else found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Arrays:
         if copy is False:
             raise ValueError(
                 f"{self.fqn!r} ({self.name}) is in storage: an array of it is always a copy"
             )
-        values = self[...]
+        values = self.read()
         return values if dtype is None else values.astype(dtype)
 
     def read(
@@ -130,8 +134,12 @@ class LazyTensor:
         region = Region.full(self.shape) if region is None else region
         if out is None:
             out = np.empty(region.sizes, self.dtype)
+        elif not isinstance(out, np.ndarray):
+            raise LayoutError(
+                f"cannot read {self.fqn!r} ({self.name}) into {type(out).__name__}: expected a numpy array."
+            )
         elif out.dtype != self.dtype:
-            raise UcpStoreError(
+            raise LayoutError(
                 f"cannot read {self.fqn!r} ({self.name}) into an array of {out.dtype}: it holds {self._spec.dtype}.",
                 hint="Read first, then cast.",
             )
@@ -178,7 +186,8 @@ class Parameter(Mapping[str, LazyTensor]):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return next(iter(self.spec.states.values())).shape
+        """Shape of its first state."""
+        return next((state.shape for state in self.spec.states.values()), ())
 
     @property
     def pattern(self) -> str:
@@ -223,7 +232,8 @@ class Parameter(Mapping[str, LazyTensor]):
 
     def __repr__(self) -> str:
         states = _states_by_dtype(self.spec)
-        tied = f", also {', '.join(self.aliases)}" if self.aliases else ""
+        also = ", ".join(map(printable, self.aliases))
+        tied = f", also {also}" if also else ""
         return f"<Parameter {self.fqn!r} {list(self.shape)} ({states}){tied}>"
 
 
@@ -269,13 +279,15 @@ class Checkpoint(Mapping[str, Parameter]):
         return self.source.warnings
 
     def __getitem__(self, fqn: str) -> Parameter:
-        name = self._aliases.get(fqn, fqn)
+        parameters = self.source.parameters
+        # A tensor's own name comes before another one's alias.
+        name = fqn if fqn in parameters else self._aliases.get(fqn, fqn)
         try:
-            return Parameter(self.source, self.source.parameters[name])
+            return Parameter(self.source, parameters[name])
         except KeyError:
             raise ParameterNotFoundError(
                 f"{self.url}: no parameter {fqn!r} among {len(self)}.",
-                hint=close_names(fqn, list(self.source.parameters)),
+                hint=close_names(fqn, list(parameters)) if isinstance(fqn, str) else "",
                 fqn=fqn,
             ) from None
 
@@ -351,11 +363,11 @@ class Checkpoint(Mapping[str, Parameter]):
         max_nodes : int
             Lines after which the rest is only counted.
         """
-        lines = [f"{self.url} ({self.format}, {len(self)} parameters)"]
+        lines = [f"{printable(self.url)} ({self.format}, {len(self)} parameters)"]
         root: dict[str, Any] = {}
         for fqn in self:
             node = root
-            *parents, leaf = fqn.split(".")
+            *parents, leaf = printable(fqn).split(".")
             for segment in parents:
                 node = node.setdefault(segment + ".", {})
             node[leaf] = self[fqn]
@@ -367,7 +379,10 @@ class Checkpoint(Mapping[str, Parameter]):
     def __repr__(self) -> str:
         head = f"<Checkpoint {self.url!r} ({self.format}): {len(self)} parameters>"
         names = list(self.source.parameters)[:_REPR_CAP]
-        lines = [f"  {fqn} {list(self[fqn].shape)} {'/'.join(self[fqn])}" for fqn in names]
+        lines = [
+            f"  {printable(fqn)} {list(self[fqn].shape)} {printable('/'.join(self[fqn]))}"
+            for fqn in names
+        ]
         if len(self) > len(names):
             lines.append(f"  ... {len(self) - len(names)} more")
         return "\n".join([head, *lines])
@@ -389,7 +404,7 @@ def _states_by_dtype(spec: ParameterSpec) -> str:
     """``fp32 adam_m adam_v: float32, weight: bfloat16``."""
     names: dict[str, list[str]] = {}
     for state in spec.states.values():
-        names.setdefault(state.dtype, []).append(state.name)
+        names.setdefault(state.dtype, []).append(printable(state.name))
     return ", ".join(f"{' '.join(found)}: {dtype}" for dtype, found in names.items())
 
 
@@ -408,46 +423,37 @@ def _draw(node: Mapping[str, Any], indent: str, lines: list[str]) -> None:
             continue
         states = _states_by_dtype(child.spec)
         notes = "" if child.trainable else ", not trained"
-        notes += f", also {', '.join(child.aliases)}" if child.aliases else ""
+        also = ", ".join(map(printable, child.aliases))
+        notes += f", also {also}" if also else ""
         lines.append(f"{indent}{branch}{name} {list(child.shape)} ({states}){notes}")
 
 
 def _basic_index(
     index: Index | tuple[Index, ...], shape: tuple[int, ...], what: str
-) -> tuple[Region, tuple[int | slice, ...]]:
+) -> tuple[Region, tuple[Index, ...]]:
     """Split a numpy basic index into the box to read and the index into that box."""
     items = list(index) if isinstance(index, tuple) else [index]
-    fill = len(shape) - sum(item is not Ellipsis for item in items)
+    ellipses = [place for place, item in enumerate(items) if item is Ellipsis]
+    fill = len(shape) - len(items) + len(ellipses)
     if fill < 0:
-        raise IndexingError(f"{what} has {len(shape)} dims, the index has {len(shape) - fill}")
-    if sum(item is Ellipsis for item in items) > 1:
-        raise IndexingError(f"{what}: an index can hold only one ellipsis")
-    if Ellipsis in items:
-        at = items.index(Ellipsis)
-        items[at : at + 1] = [slice(None)] * fill
-    else:
-        items += [slice(None)] * fill
+        raise IndexingError(f"{what} has {len(shape)} dims, the index has {len(shape) - fill}.")
+    if len(ellipses) > 1:
+        raise IndexingError(f"{what}: found {len(ellipses)} ellipses in the index, expected one.")
+    at = ellipses[0] if ellipses else len(items)
+    items[at : at + len(ellipses)] = [slice(None)] * fill
     offsets: list[int] = []
     sizes: list[int] = []
     inner: list[int | slice] = []
     for dim, (item, size) in enumerate(zip(items, shape, strict=True)):
+        where = f"{what}: dim {dim}"
         if isinstance(item, slice):
-            start, stop, step = item.indices(size)
-            if step < 0:
-                raise IndexingError(
-                    f"{what}: dim {dim} has step {step}; only positive steps are read"
-                )
+            start, stop, step = _bounds(item, size, where)
             count = len(range(start, stop, step))
             offsets.append(start if count else 0)
             sizes.append((count - 1) * step + 1 if count else 0)
             inner.append(slice(None, None, step))
             continue
-        try:
-            position = operator.index(item)  # type: ignore[arg-type]
-        except TypeError:
-            raise IndexingError(
-                f"{what}: dim {dim} is indexed by {type(item).__name__}; expected an integer, a slice or '...'"
-            ) from None
+        position = _integer(item, where)
         if not -size <= position < size:
             raise IndexingError(
                 f"{what}: index {position} is out of range for dim {dim} of size {size}"
@@ -455,4 +461,27 @@ def _basic_index(
         offsets.append(position % size)
         sizes.append(1)
         inner.append(0)
-    return Region(tuple(offsets), tuple(sizes)), tuple(inner)
+    # As in numpy, an ellipsis makes a 0-d array of what would be a scalar.
+    return Region(tuple(offsets), tuple(sizes)), (*inner, *([...] if ellipses else []))
+
+
+def _integer(item: object, where: str) -> int:
+    # numpy takes booleans for masks, which are not read lazily; here they would pass as 0 and 1.
+    if not isinstance(item, bool):
+        try:
+            return operator.index(item)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise IndexingError(
+        f"{where} is indexed by {type(item).__name__}; expected an integer, a slice or '...'."
+    )
+
+
+def _bounds(item: slice, size: int, where: str) -> tuple[int, int, int]:
+    try:
+        start, stop, step = item.indices(size)
+    except (TypeError, ValueError) as error:
+        raise IndexingError(f"{where} is indexed by {item}: {error}.") from error
+    if step < 0:
+        raise IndexingError(f"{where} has step {step}; only positive steps are read.")
+    return start, stop, step

@@ -253,6 +253,9 @@ class Target(Protocol):
     def task_memory(self) -> int:
         """Largest anonymous memory, in bytes, that one `write` in flight needs."""
 
+    def stored_nbytes(self) -> int:
+        """Bytes of the objects that are at the destination, of any attempt; needs no claim."""
+
     def begin(self, digest: str) -> bool:
         """Claim the destination for the plan ``digest``. Returns False if it is committed already."""
 

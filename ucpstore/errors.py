@@ -21,6 +21,7 @@
     ├── FormatVersionError              written by an unknown major version
     ├── IntegrityError                  a checksum differs, replicas differ, an object is lost
     ├── StorageError (OSError)          reading or writing storage failed; ``retryable`` says whether to try again
+    ├── WorkerError                     a worker died or could not be started; what was recorded is kept
     └── MissingExtraError (ImportError)
 
 A message reads *what failed on which object: what was found, what was expected. What to do.*  The last
@@ -56,6 +57,7 @@ __all__ = [
     "UnrecognizedSourceError",
     "UnsafePickleError",
     "UnsupportedSourceError",
+    "WorkerError",
     "close_names",
     "listing",
 ]
@@ -96,6 +98,7 @@ class Kind(StrEnum):
     IO = "io"
     PERMISSION = "permission"
     MISSING_EXTRA = "missing_extra"
+    WORKER = "worker"
 
 
 class UcpStoreError(Exception):
@@ -276,6 +279,12 @@ class StorageError(UcpStoreError, OSError):
 
     def _extra(self) -> dict[str, Any]:
         return {"retryable": self.retryable}
+
+
+class WorkerError(UcpStoreError):
+    """A worker died or could not be started. What was recorded before is kept: run again to continue."""
+
+    default_kind = Kind.WORKER
 
 
 class MissingExtraError(UcpStoreError, ImportError):

@@ -12,13 +12,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from tests.deepspeed_runs import deepspeed_run
 from tests.schemas import validate
 from ucpstore.cli.main import main
-from ucpstore.cli.output import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_SOURCE, EXIT_STORAGE
+from ucpstore.cli.output import (
+    EXIT_FINDINGS,
+    EXIT_INTERNAL,
+    EXIT_INTERRUPTED,
+    EXIT_PIPE,
+    EXIT_SOURCE,
+    EXIT_STORAGE,
+)
 
 CASE = "s2-bf16-dp2"
 
@@ -144,6 +152,7 @@ def test_findings_exit_with_1(source: Path, tmp_path: Path) -> None:
     [
         (["inspect", "{tmp}/nothing"], "nothing is at"),
         (["inspect", "{tmp}"], "no checkpoint that is known here"),
+        (["inspect", "{tmp}/readme.txt"], "is a file, expected the folder"),
         (["convert", "{source}", "{tmp}/s", "--memory-limit", "1kB"], "too small"),
         (["convert", "{source}", "{tmp}/s", "--memory-limit", "lots"], "amount of bytes"),
         (["convert", "{source}", "{tmp}/s", "--only", "no.such.*"], "no.such"),
@@ -255,3 +264,116 @@ def test_env() -> None:
 def test_module_entry_point(source: Path) -> None:
     command = [sys.executable, "-m", "ucpstore", "--version"]
     assert "0.1.0" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store whose names are terminal commands."""
+    from tests.engine.test_run import convert
+    from tests.fakes import ArraySource
+
+    folder = tmp_path_factory.mktemp("odd") / "store"
+    names = ["evil\n\x1b[2J", "rtl\u202e", "c1\x9b31m", "\u00fcni.\u2713", "lone\ud800"]
+    arrays = {
+        name: {"fp32": np.ones(3, np.float32), name: np.ones(3, np.float32)} for name in names
+    }
+    convert(folder, ArraySource(arrays, {"\x1b[1m": 1}))
+    return folder
+
+
+def run_command(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "ucpstore", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_names_are_shown_and_never_obeyed(odd: Path, store: Path, encoding: str) -> None:
+    for arguments in (
+        ("ls", odd),
+        ("tree", odd),
+        ("inspect", odd),
+        ("verify", odd, "--against", store),
+        ("diff", odd, store),
+        ("ls", str(odd) + "\x1b[1m\n"),
+    ):
+        for flags in ((), ("--json",)):
+            done = run_command(*arguments, *flags, PYTHONIOENCODING=encoding)
+            text = (done.stdout + done.stderr).decode(encoding)
+            assert done.returncode in (0, EXIT_FINDINGS, EXIT_SOURCE), text
+            assert "Traceback" not in text
+            assert all(c.isprintable() or c == "\n" for c in text)
+            if flags:
+                assert all(isinstance(json.loads(x), dict | list) for x in done.stdout.splitlines())
+    listed = run_command("ls", odd, PYTHONIOENCODING=encoding).stdout.splitlines()
+    assert len(listed) == 1 + 2 * 5
+    (row, *_) = json.loads(run_command("ls", odd, "--json").stdout)
+    assert row["fqn"] == "evil\n\x1b[2J"
+
+
+def test_a_reader_that_goes_away_is_not_success(source: Path, store: Path, tmp_path: Path) -> None:
+    for arguments in (("ls", store), ("convert", source, tmp_path / "s", "--json")):
+        command = [sys.executable, "-m", "ucpstore", *map(str, arguments)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+            errors = process.stderr.read()
+            assert process.wait(60) == EXIT_PIPE, errors
+        assert b"Traceback" not in errors
+    assert invoke("convert", source, tmp_path / "s").exit_code == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_full_output_is_a_storage_error(store: Path, flags: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "ucpstore", "ls", str(store), *flags]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == EXIT_STORAGE
+    assert done.stderr.startswith("error: cannot write the output")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True)
+    assert done.returncode == 0
+
+
+def test_a_bug_is_no_finding(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ucpstore.api.verify", lambda *a, **k: 1 / 0)
+    result = invoke("verify", store, "--json")
+    assert result.exit_code == EXIT_INTERNAL
+    assert validate(json.loads(result.stdout), "error")["error"]["kind"] == "internal"
+    assert "ZeroDivisionError" in result.stderr
+
+
+def test_an_interruption_is_told_in_json_too(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ucpstore.api.verify", interrupt)
+    result = invoke("verify", store, "--json")
+    assert result.exit_code == EXIT_INTERRUPTED
+    assert validate(json.loads(result.stdout), "error")["error"]["kind"] == "interrupted"
+
+
+def test_relative_paths_are_those_of_the_caller(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker processes start in another folder."""
+    import ucpstore
+
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    relative = os.path.relpath(source)
+    assert ucpstore.convert(relative, "../s", workers=2, threads=1).committed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["inner", "s"]
+    assert not list((tmp_path / "inner").iterdir())
+    assert ucpstore.verify(tmp_path / "s", against=source).ok
+
+
+@pytest.mark.parametrize("name", ["states", "only", "exclude"])
+@pytest.mark.parametrize("odd", [[1], [None], b"fp32"])
+def test_odd_selections_are_refused(source: Path, tmp_path: Path, name: str, odd: Any) -> None:
+    import ucpstore
+    from ucpstore.errors import PlanError
+
+    with pytest.raises(PlanError, match=name):
+        ucpstore.plan(source, tmp_path / "s", **{name: odd})

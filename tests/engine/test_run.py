@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +32,7 @@ from ucpstore.errors import (
     PlanError,
     StorageError,
     UncommittedError,
+    WorkerError,
 )
 from ucpstore.events import (
     Committed,
@@ -154,6 +162,167 @@ def test_thread_pool_as_executor(tmp_path: Path, reference: dict[str, bytes]) ->
     with ThreadPoolExecutor(3) as pool:
         convert(tmp_path / "s", workers=Workers(executor=pool, workers=3, threads=1))
     assert tree(tmp_path / "s") == reference
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_of_an_executor_serve_one_destination_after_the_other(
+    tmp_path: Path, reference: dict[str, bytes], method: str
+) -> None:
+    """The plans are the same: the worker may not take the second destination for the first."""
+    with ProcessPoolExecutor(1, mp_context=get_context(method)) as pool:
+        for name in ("a", "b"):
+            assert convert(tmp_path / name, workers=Workers(executor=pool, threads=1)).committed
+            assert tree(tmp_path / name) == reference
+
+
+def test_conversions_share_an_executor_at_the_same_time(
+    tmp_path: Path, reference: dict[str, bytes]
+) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    with ThreadPoolExecutor(3) as pool, ThreadPoolExecutor(3) as callers:
+        workers = Workers(executor=pool, workers=2, threads=1)
+        reports = list(callers.map(lambda folder: convert(folder, workers=workers), folders))
+    assert all(report.committed for report in reports)
+    assert all(tree(folder) == reference for folder in folders)
+
+
+class Counted(ThreadPoolExecutor):
+    """Knows how many batches were in flight at most."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.now = self.most = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.now += 1
+        self.most = max(self.most, self.now)
+
+        def leave(future: Future[Any]) -> None:
+            self.now -= 1
+
+        future = super().submit(fn, *args, **kwargs)
+        future.add_done_callback(leave)
+        return future
+
+
+def test_only_as_many_batches_are_in_flight_as_the_memory_was_divided_by(tmp_path: Path) -> None:
+    with Counted() as pool:
+        convert(tmp_path / "s", workers=Workers(executor=pool, workers=2, threads=1))
+        assert pool.most == 2
+        report = convert(tmp_path / "t", workers=Workers(executor=pool, threads=1))
+        assert (report.workers, pool.most <= 8) == (8, True)
+
+
+def test_dead_workers_are_an_error_and_the_next_run_continues(
+    tmp_path: Path, reference: dict[str, bytes]
+) -> None:
+    def kill(event: Event) -> None:
+        for child in active_children():
+            os.kill(child.pid or 0, signal.SIGKILL)
+
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    pool.submit(os._exit, 9)
+    with pytest.raises(WorkerError, match="a worker died") as caught:
+        convert(tmp_path / "s", workers=Workers(executor=pool, threads=1))
+    assert caught.value.kind is Kind.WORKER
+    pool.shutdown()
+    with pytest.raises(WorkerError, match="a worker died"):
+        convert(tmp_path / "s", workers=Workers(workers=2, threads=1), emit=kill)
+    ended = ThreadPoolExecutor(1)
+    ended.shutdown()
+    with pytest.raises(WorkerError, match="took no work"):
+        convert(tmp_path / "s", workers=Workers(executor=ended, threads=1))
+    with pytest.raises(UncommittedError):
+        StoreSource(LocalFiles(str(tmp_path / "s")))
+    assert convert(tmp_path / "s").committed
+    assert tree(tmp_path / "s") == reference
+
+
+COORDINATOR = """
+import sys, time
+from pathlib import Path
+from multiprocessing import active_children
+from tests.engine.test_run import Workers, convert
+def tell(event):
+    if type(event).__name__ == "TaskDone":
+        print(*(child.pid for child in active_children()), flush=True)
+        time.sleep(60)
+convert(Path(sys.argv[1]), workers=Workers(workers=2, threads=1), emit=tell)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_workers_do_not_outlive_their_coordinator(
+    tmp_path: Path, reference: dict[str, bytes], sent: signal.Signals
+) -> None:
+    command = [sys.executable, "-c", COORDINATOR, str(tmp_path / "s")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2
+        process.send_signal(sent)
+        process.wait(60)
+    deadline = time.monotonic() + 60
+    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_runs(pid) for pid in pids)
+    assert convert(tmp_path / "s").committed
+    assert tree(tmp_path / "s") == reference
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_worker_that_comes_too_late_does_nothing(tmp_path: Path) -> None:
+    from ucpstore.engine import worker
+
+    plan, _, _ = open_job(str(tmp_path / "s"))
+    convert(tmp_path / "s")
+    before = {path: path.stat().st_ino for path in (tmp_path / "s").rglob("c*")}
+    opener = partial(reopen, str(tmp_path / "s"))
+    assert worker.run_remote_batch("late", plan.digest, opener, [0, 1], Settings(threads=1)) == []
+    assert before == {path: path.stat().st_ino for path in (tmp_path / "s").rglob("c*")}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_errors_of_listeners_reach_the_caller(tmp_path: Path, workers: int) -> None:
+    def fail(event: Event) -> None:
+        if isinstance(event, TaskDone):
+            raise RuntimeError("the listener's own")
+
+    with pytest.raises(RuntimeError, match="the listener's own"):
+        convert(tmp_path / "s", workers=Workers(workers=workers, threads=1), emit=fail)
+    assert convert(tmp_path / "s").committed
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"workers": 0},
+        {"workers": -1},
+        {"workers": "2"},
+        {"workers": True},
+        {"threads": 0},
+        {"threads": 1.5},
+        {"executor": 3},
+        {"share": (2, 2)},
+        {"share": (-1, 2)},
+        {"share": (0, 0)},
+        {"share": (0,)},
+        {"share": "0/2"},
+        {"share": (0.5, 2)},
+        {"share": (False, True)},
+    ],
+)
+def test_numbers_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="cannot convert"):
+        Workers(**wrong)
 
 
 def test_shares_of_independent_workers(tmp_path: Path, reference: dict[str, bytes]) -> None:
@@ -322,9 +491,8 @@ def test_worker_that_sees_another_source_is_refused(tmp_path: Path) -> None:
 
     from ucpstore.engine import worker
 
-    worker.remember(worker.Job("unrelated", source, target))
     with pytest.raises(IntegrityError, match="this worker plans"):
-        worker.run_remote_batch(plan.digest, elsewhere, [0], Settings(threads=1))
+        worker.run_remote_batch("a run", plan.digest, elsewhere, [0], Settings(threads=1))
 
 
 def test_racing_converters_cooperate(tmp_path: Path, reference: dict[str, bytes]) -> None:
@@ -362,3 +530,31 @@ def test_plan_refuses_a_full_destination(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="inodes"):
         make_plan(source, target, states=states, free_space=(10**12, 3)).check_space()
     make_plan(source, target, states=states, free_space=(10**12, 10**9)).check_space()
+
+
+def test_refused_for_lack_of_space_leaves_nothing_and_earlier_objects_count(
+    tmp_path: Path, reference: dict[str, bytes]
+) -> None:
+    folder = tmp_path / "s"
+    plan, source, target = open_job(str(folder))
+
+    def attempt(free: int) -> Report:
+        return run(
+            (source, target),
+            replace(plan, free_nbytes=free, free_inodes=10**9),
+            workers=Workers(threads=1),
+            opener=partial(reopen, str(folder)),
+        )
+
+    with pytest.raises(PlanError, match="more"):
+        attempt(plan.object_nbytes // 2)
+    assert not folder.exists()
+    # A full disk: most objects are there, none could be recorded.
+    target.begin(plan.digest)
+    for task in target.tasks()[:8]:
+        target.write(task, source)
+    left = sum(task.nbytes for task in target.tasks()[8:])
+    with pytest.raises(PlanError, match="more"):
+        attempt(left // 2)
+    assert attempt(left * 2).committed
+    assert tree(folder) == reference

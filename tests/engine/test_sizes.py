@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
 from ucpstore.engine.sizes import format_bytes, parse_bytes
@@ -16,14 +19,31 @@ from ucpstore.errors import PlanError
         ("100", 100),
         ("7B", 7),
         (4096, 4096),
+        (1e9, 10**9),
     ],
 )
-def test_parse(text: str | int, amount: int) -> None:
+def test_parse(text: str | float, amount: int) -> None:
     assert parse_bytes(text) == amount
 
 
-@pytest.mark.parametrize("text", ["", "much", "-5MB", "5 parsecs", "1e9", "5Bi"])
-def test_refused(text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "much",
+        "-5MB",
+        "5 parsecs",
+        "1e9",
+        "5Bi",
+        "9" * 400,
+        "\u0665MB",
+        -1,
+        True,
+        math.nan,
+        b"1GB",
+    ],
+)
+def test_refused(text: Any) -> None:
     with pytest.raises(PlanError, match="amount of bytes"):
         parse_bytes(text)
 

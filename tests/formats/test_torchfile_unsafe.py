@@ -488,6 +488,17 @@ def test_local_headers_that_disagree(honest: bytes) -> None:
             indexed(patched(honest, header + at, layout, value))
 
 
+def test_exchanged_entries_of_the_directory() -> None:
+    """Two storages of one size: only the names in the local headers tell which is which."""
+    data = saved({"a": torch.zeros(5000), "b": torch.ones(5000)})
+    by_name = {name: at + 42 for at, name in entries(data)}
+    first, second = by_name["data/0"], by_name["data/1"]
+    positions = [struct.unpack("<I", data[at : at + 4])[0] for at in (first, second)]
+    exchanged = patched(patched(data, first, "<I", positions[1]), second, "<I", positions[0])
+    with pytest.raises(CorruptSourceError, match="does not agree with"):
+        indexed(exchanged)
+
+
 def test_torchscript_is_refused() -> None:
     data = archive(claim(), {"constants.pkl": b"", "data/0": b"\0" * 16})
     with pytest.raises(UnsupportedSourceError, match="TorchScript"):

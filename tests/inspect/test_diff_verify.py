@@ -165,6 +165,33 @@ def test_differences_from_another_checkpoint_are_findings(tmp_path: Path) -> Non
     assert any("(3, 4)" in f.message for f in result.findings)
 
 
+def test_what_only_the_other_checkpoint_has_is_a_finding(tmp_path: Path) -> None:
+    convert(tmp_path / "s", ArraySource(arrays(), {"lr": 0.1}))
+    store = StoreSource(LocalFiles(str(tmp_path / "s")))
+    assert verify_source(store, against=ArraySource(arrays(), {"lr": 0.1})).ok
+    more = arrays()
+    more["head"] = {"fp32": np.zeros(3, np.float32)}
+    result = verify_source(store, against=ArraySource(more, {"lr": 0.2}))
+    checked(result.to_json(), "verification")
+    assert [(f.fqn, f.kind) for f in result.findings] == [
+        ("head", "missing"),
+        ("__common__", "differs"),
+    ]
+    assert "lr: 0.1 against 0.2" in result.summary()
+
+
+def test_summaries_hold_no_terminal_commands(tmp_path: Path) -> None:
+    name = "evil\n\x1b[2J"
+    left = ArraySource({name: {"fp32": np.zeros(3, np.float32)}})
+    right = ArraySource({name: {"fp32": np.ones(3, np.float32)}}, {name: 1})
+    for text in (
+        diff_sources(left, right).summary(),
+        verify_source(left, against=right).summary(),
+    ):
+        assert "\x1b" not in text
+        assert "evil\\n\\x1b[2J" in text
+
+
 def stacked_store(folder: Path) -> tuple[ArraySource, StoreSource]:
     """Eight experts of equal shape, stored as one array."""
     from ucpstore.engine.plan import make_plan

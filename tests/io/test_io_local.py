@@ -473,6 +473,37 @@ def test_dropped_instance_closes_its_descriptors(tmp_path: Path) -> None:
     assert open_below(tmp_path) == 0
 
 
+MANY_OPEN = """
+import os, resource, sys
+from ucpstore.io.local import LocalFiles
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+opened = []
+for round in range(6):
+    files = LocalFiles(sys.argv[1])
+    opened.append(files)
+    for i in range(100):
+        assert files.read(str(i)) == b"x"
+held = len(os.listdir("/proc/self/fd"))
+assert held < 56, held
+blocked = []
+try:
+    while True:
+        blocked.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+LocalFiles(sys.argv[1] + "/new").write("y", b"yy")
+assert LocalFiles(sys.argv[1]).read("5") == b"x"
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_many_open_folders_share_the_descriptors_of_the_process(tmp_path: Path) -> None:
+    for i in range(100):
+        (tmp_path / str(i)).write_bytes(b"x")
+    command = [sys.executable, "-c", MANY_OPEN, str(tmp_path)]
+    subprocess.run(command, check=True)
+
+
 def test_borrowed_descriptor_outlives_its_eviction(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).write_bytes(name.encode())
@@ -524,3 +555,11 @@ def test_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_files("~/runs").url == str(tmp_path / "runs")
     assert open_files("file://~/runs").url == str(tmp_path / "runs")
+
+
+def test_a_link_to_itself_is_no_object(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_bytes(b"x")
+    files = LocalFiles(str(tmp_path))
+    assert [stat.name for stat in files.list()] == ["file"]
+    assert files.folders() == []

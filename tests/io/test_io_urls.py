@@ -60,6 +60,8 @@ def test_bucket_and_prefix() -> None:
         ("s3://bucket/../other", "without credentials"),
         ("s3://key:hunter2@bucket/x", "without credentials"),
         ("file://host/data", "found the host 'host'"),
+        ("", "expected a path or a URL"),
+        ("run\0", "expected a path or a URL"),
     ],
 )
 def test_refused_urls(url: str, message: str) -> None:

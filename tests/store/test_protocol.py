@@ -82,6 +82,20 @@ def test_abandon_fences_the_old_owner(files: LocalFiles) -> None:
     assert files.list(".ucpstore/done") == []
 
 
+@pytest.mark.parametrize("again", [None, "B"])
+def test_deleting_the_destination_fences_the_old_owner(
+    files: LocalFiles, again: str | None
+) -> None:
+    zombie = begun(files, "A")
+    files.delete([stat.name for stat in files.list(".ucpstore")])
+    if again is not None:
+        begun(files, again)
+    for act in (zombie.check, zombie.seal, lambda: zombie.publish([Record(0, 1, "t", 1)])):
+        with pytest.raises(AlreadyExistsError, match="deleted meanwhile") as caught:
+            act()
+        assert caught.value.kind is Kind.ABANDONED
+
+
 def test_zombie_stays_fenced_when_its_own_plan_begins_again(files: LocalFiles) -> None:
     zombie = begun(files, "A")
     CommitLog(files).abandon()

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,15 @@ from ucpstore.errors import (
     ParameterNotFoundError,
     StorageError,
     UcpStoreError,
+    UncommittedError,
     UnrecognizedSourceError,
 )
 from ucpstore.io import open_files
 from ucpstore.io.local import LocalFiles
 from ucpstore.layout.region import Region
 from ucpstore.store.arrays import ArraySpec
-from ucpstore.store.reading import split_region
+from ucpstore.store.hierarchy import checksum
+from ucpstore.store.remote import split_region
 from ucpstore.store.source import StoreFormat, StoreSource
 from ucpstore.store.target import ZarrTarget
 from ucpstore.store.tensorstore_ import translate
@@ -293,9 +296,14 @@ def test_foreign_and_damaged_roots(tmp_path: Path, damaged: LocalFiles) -> None:
 
     with pytest.raises(FormatVersionError, match=r"2\.0"):
         StoreSource(with_root(lambda d: d["attributes"]["ucpstore"].update(version="2.0")))
-    newer = StoreSource(
-        with_root(lambda d: d["attributes"]["ucpstore"].update(version="1.99", new=[1]))
-    )
+
+    def renew(document: Any) -> None:
+        attributes = document["attributes"]["ucpstore"]
+        attributes.update(version="1.99", new=[1])
+        nodes = document["consolidated_metadata"]["metadata"]
+        attributes["checksum"] = checksum(attributes, sorted(nodes.items()))
+
+    newer = StoreSource(with_root(renew))
     assert read(newer, "a", "fp32").shape == (4,)
     for change in (
         lambda d: d.pop("consolidated_metadata"),
@@ -310,6 +318,53 @@ def test_foreign_and_damaged_roots(tmp_path: Path, damaged: LocalFiles) -> None:
     damaged.write("zarr.json", b'{"zarr_format"')
     with pytest.raises(UnrecognizedSourceError, match="not JSON"):
         StoreSource(damaged)
+
+
+def test_a_root_that_changed_is_refused(damaged: LocalFiles) -> None:
+    """Names, shapes and hyper-parameters are under no chunk's checksum."""
+    root = damaged.read("zarr.json")
+    document = json.loads(root)
+    changed = 0
+    for path in list(_leaves(document)):
+        node = copied = json.loads(root)
+        for key in path[:-1]:
+            node = node[key]
+        if path[:1] in ((), ("zarr_format",), ("node_type",)) or "must_understand" in path[:2]:
+            continue
+        if path[:2] in (("attributes",), ("consolidated_metadata", "kind")) or len(path) < 3:
+            continue
+        if isinstance(node[path[-1]], dict | list) and node[path[-1]]:
+            continue
+        node[path[-1]] = "x" if node[path[-1]] != "x" else "y"
+        damaged.write("zarr.json", json.dumps(copied).encode())
+        with pytest.raises(
+            (IntegrityError, FormatVersionError, UncommittedError, UnrecognizedSourceError)
+        ):
+            StoreSource(damaged)
+        changed += 1
+    assert changed > 100
+    damaged.write("zarr.json", json.dumps(document, indent=2).encode())
+    assert read(StoreSource(damaged), "a", "fp32").shape == (4,)
+
+
+def test_a_root_that_zarr_wrote_again_opens(damaged: LocalFiles) -> None:
+    import zarr
+
+    before = damaged.read("zarr.json")
+    zarr.open_group(damaged.url, mode="a").attrs["note"] = "looked at"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        zarr.consolidate_metadata(damaged.url)
+    assert damaged.read("zarr.json") != before
+    assert read(StoreSource(damaged), "a", "fp32").shape == (4,)
+
+
+def test_a_store_that_was_made_anew_has_changed(damaged: LocalFiles) -> None:
+    source = StoreSource(damaged)
+    planned = source.files()
+    damaged.write("zarr.json", damaged.read("zarr.json"))
+    assert source.files() == planned
+    assert source.current_files() != planned
 
 
 def _leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -330,6 +385,7 @@ def test_any_change_of_the_root_is_read_or_refused(
 ) -> None:
     """A root from a stranger: no hang, no crash, no look outside the folder."""
     document = json.loads(committed.read("zarr.json"))
+    document["attributes"]["ucpstore"].pop("checksum")  # a stranger would make it right
     for _ in range(data.draw(st.integers(1, 2))):
         path = data.draw(st.sampled_from(list(_leaves(document))[1:]))
         node = document

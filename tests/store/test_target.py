@@ -135,7 +135,9 @@ def test_root_describes_the_store_and_its_attributes_are_small(reference: LocalF
         "nbytes": sum(task.nbytes for task in target.tasks()),
         "source": {"format": "arrays", "parallelism": {"tp": 2, "dp": 3}},
         "step": 7,
+        "checksum": attributes["checksum"],
     }
+    assert attributes["checksum"].startswith("xxh3-128:")
     source = ArraySource({}, parallelism={"ranks": ["x" * 100] * 1000})
     with pytest.raises(PlanError, match="root document"):
         ZarrTarget(reference, [], source=source)
@@ -331,6 +333,30 @@ def test_zombie_that_overwrites_a_shard_is_found_at_commit(files: LocalFiles) ->
     with pytest.raises(IntegrityError) as caught:
         heir.commit(records)
     assert caught.value.context["objects"] == [heir.tasks()[0].key]
+    assert convert(make_target(files), source, digest="heir") == {0}
+
+
+def test_zombie_that_overwrites_a_shard_during_the_commit_is_found(files: LocalFiles) -> None:
+    """Its unfinished file was not swept yet when the heir had compared all objects."""
+    source, target = small_source(), make_target(files)
+    target.begin("heir")
+    records = {task.index: target.write(task, source) for task in target.tasks()}
+    target.publish(list(records.values()))
+    key = target.tasks()[0].key
+    sweep = target._sweep
+
+    def wake_then_sweep(objects: Any) -> None:
+        late = files.sink(key, records[0].nbytes)
+        late.write([bytes(records[0].nbytes)])
+        late.close()
+        sweep(objects)
+
+    target._sweep = wake_then_sweep  # type: ignore[method-assign]
+    with pytest.raises(IntegrityError) as caught:
+        target.commit(records)
+    assert caught.value.context["objects"] == [key]
+    with pytest.raises(UncommittedError):
+        StoreSource(files)
     assert convert(make_target(files), source, digest="heir") == {0}
 
 

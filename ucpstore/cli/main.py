@@ -13,6 +13,7 @@ from ucpstore.cli.environment import environment
 from ucpstore.cli.output import EXIT_FINDINGS, Output, options
 from ucpstore.cli.progress import Progress
 from ucpstore.engine.sizes import format_bytes
+from ucpstore.text import printable
 
 if TYPE_CHECKING:
     from ucpstore.checkpoint import Checkpoint
@@ -26,7 +27,8 @@ def main() -> None:
     """Open, convert and check distributed training checkpoints.
 
     URLs are local paths or s3://, gs://, memory:// addresses. Exit codes: 0 ok, 1 findings, 2 usage,
-    3 source, pattern, layout or plan, 4 storage, 5 integrity, 130 interrupted (run again to continue).
+    3 source, pattern, layout or plan, 4 storage or workers, 5 integrity, 70 a bug, 130 interrupted (run
+    again to continue), 141 nobody reads the output.
     """
 
 
@@ -83,12 +85,12 @@ def inspect(url: str, *, format_: str, tag: str | None, output: Output) -> None:
     )
     for name, state in info["states"].items():
         output.data(
-            f"state       {name}: {state['tensors']} tensors, {state['elements']:,} elements,"
+            f"state       {printable(name)}: {state['tensors']} tensors, {state['elements']:,} elements,"
             f" {format_bytes(state['nbytes'])}, {'/'.join(state['dtypes'])}, {state['role']}"
         )
     output.data("common      " + ", ".join(info["common"]))
     for text in info["warnings"]:
-        output.data(f"warning     {text}")
+        output.data(f"warning     {printable(text)}")
 
 
 @main.command()
@@ -149,7 +151,11 @@ def ls(
 @main.command()
 @click.argument("url")
 @click.option(
-    "--max-nodes", default=300, show_default=True, help="Lines before the rest is only counted."
+    "--max-nodes",
+    type=click.IntRange(min=1),
+    default=300,
+    show_default=True,
+    help="Lines before the rest is only counted.",
 )
 @_format
 @_tag

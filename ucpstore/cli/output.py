@@ -7,17 +7,21 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from typing import Any, NoReturn
 
 import click
 
-from ucpstore.errors import IntegrityError, StorageError, UcpStoreError
+from ucpstore.errors import IntegrityError, StorageError, UcpStoreError, WorkerError
+from ucpstore.text import printable
 
 __all__ = [
     "EXIT_FINDINGS",
     "EXIT_INTEGRITY",
+    "EXIT_INTERNAL",
     "EXIT_INTERRUPTED",
+    "EXIT_PIPE",
     "EXIT_SOURCE",
     "EXIT_STORAGE",
     "Output",
@@ -28,7 +32,9 @@ EXIT_FINDINGS = 1
 EXIT_SOURCE = 3
 EXIT_STORAGE = 4
 EXIT_INTEGRITY = 5
+EXIT_INTERNAL = 70
 EXIT_INTERRUPTED = 130
+EXIT_PIPE = 141
 
 
 class Output:
@@ -51,39 +57,85 @@ class Output:
 
     def data(self, text: str) -> None:
         """The result, for people."""
-        click.echo(text)
+        _print("\n".join(map(printable, text.split("\n"))))
 
     def json(self, document: Any) -> None:
-        """The result, as one line of JSON."""
-        click.echo(json.dumps(document, ensure_ascii=False, separators=(",", ":")))
+        """The result, as one line of JSON in ASCII."""
+        _print(json.dumps(document, separators=(",", ":")))
 
     def note(self, text: str) -> None:
         """A remark on stderr; silent with ``--quiet``."""
         if not self.quiet:
-            click.echo(text, err=True)
+            _complain(text)
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Aligned columns on stdout."""
-        lines = [list(header), *(list(row) for row in rows)]
+        lines = [list(header), *(list(map(printable, row)) for row in rows)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
         for line in lines:
             cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-            click.echo("  ".join(cells).rstrip())
+            _print("  ".join(cells).rstrip())
 
     def fail(self, error: UcpStoreError) -> NoReturn:
         """Print an error and leave with its exit code."""
-        if self.as_json:
-            click.echo(json.dumps({"error": _describe(error)}, ensure_ascii=False))
-        if self.verbose >= 2:
-            traceback.print_exception(error)
-        prefix = "error:"
-        click.echo(f"{click.style(prefix, fg='red') if self.color else prefix} {error}", err=True)
         code = EXIT_SOURCE
         if isinstance(error, IntegrityError):
             code = EXIT_INTEGRITY
-        elif isinstance(error, StorageError):
+        elif isinstance(error, StorageError | WorkerError):
             code = EXIT_STORAGE
+        if self.verbose >= 2:
+            traceback.print_exception(error)
+        prefix = "error:"
+        styled = click.style(prefix, fg="red") if self.color else prefix
+        self._leave(code, _describe(error), str(error), prefix=styled)
+
+    def interrupted(self) -> NoReturn:
+        """Ctrl-C."""
+        text = "interrupted; run the same command again to continue"
+        self._leave(EXIT_INTERRUPTED, _plain("KeyboardInterrupt", "interrupted", text), text)
+
+    def crash(self, error: Exception) -> NoReturn:
+        """An error that nobody foresaw: a bug, and never taken for a result."""
+        traceback.print_exception(error)
+        text = f"internal error: {type(error).__name__}: {error}"
+        self._leave(EXIT_INTERNAL, _plain(type(error).__name__, "internal", text), text)
+
+    def _leave(
+        self, code: int, document: Mapping[str, Any], text: str, *, prefix: str = ""
+    ) -> NoReturn:
+        if self.as_json:
+            with suppress(OSError, StorageError):  # the exit code still tells
+                self.json({"error": document})
+        _complain(text, prefix)
         sys.exit(code)
+
+
+def _print(text: str) -> None:
+    """One text on stdout, in characters that its encoding has.
+
+    Raises
+    ------
+    BrokenPipeError
+        Nobody reads any more.
+    StorageError
+    """
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        click.echo(text.encode(encoding, "backslashreplace").decode(encoding))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"cannot write the output: {error.strerror or error}.",
+            hint="Look at where stdout goes.",
+        ) from error
+
+
+def _complain(text: str, prefix: str = "") -> None:
+    """One text on stderr; whoever closed it has chosen not to know."""
+    shown = "\n".join(map(printable, text.split("\n")))
+    with suppress(OSError):
+        click.echo(f"{prefix} {shown}" if prefix else shown, err=True)
 
 
 def _describe(error: UcpStoreError) -> dict[str, Any]:
@@ -94,6 +146,10 @@ def _describe(error: UcpStoreError) -> dict[str, Any]:
         "hint": error.hint,
         "context": {name: str(value) for name, value in error.context.items()},
     }
+
+
+def _plain(name: str, kind: str, text: str) -> dict[str, Any]:
+    return {"type": name, "kind": kind, "message": text, "hint": "", "context": {}}
 
 
 def _storage_options(
@@ -148,9 +204,14 @@ def options(command: Callable[..., None]) -> Callable[..., None]:
         except UcpStoreError as error:
             output.fail(error)
         except KeyboardInterrupt:
-            click.echo("interrupted; run the same command again to continue", err=True)
-            sys.exit(EXIT_INTERRUPTED)
+            output.interrupted()
         except BrokenPipeError:
+            # Nothing may be flushed at exit; and what was asked for was not done to the end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(EXIT_PIPE)
+        except (click.ClickException, click.Abort, click.exceptions.Exit):
+            raise
+        except Exception as error:  # noqa: BLE001 - exit code 1 means findings
+            output.crash(error)
 
     return wrapped

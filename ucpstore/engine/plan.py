@@ -102,29 +102,37 @@ class Plan:
             ("reads", f"at most {self.max_reads} byte ranges"),
             ("memory", f"at least {format_bytes(self.min_memory)} a task in flight"),
             ("free", free),
-            *(("left out", f"{name} of {count} parameters") for name, count in self.left_out.items()),
+            *(
+                ("left out", f"{name} of {count} parameters")
+                for name, count in self.left_out.items()
+            ),
             *(("warning", text) for text in self.warnings),
         ]
         return "\n".join(f"{name:<8} {text}" for name, text in rows)
 
-    def check_space(self) -> None:
+    def check_space(self, *, stored: int = 0) -> None:
         """Refuse a destination that cannot hold the objects.
+
+        Parameters
+        ----------
+        stored : int, bytes
+            Objects of earlier attempts that are there: kept or replaced, they take no further space.
 
         Raises
         ------
         PlanError
             Too few free bytes or inodes.
         """
-        need = int(self.object_nbytes * _SPACE_MARGIN)
+        need = int((self.object_nbytes - stored) * _SPACE_MARGIN)
         if self.free_nbytes is not None and self.free_nbytes < need:
             raise PlanError(
                 f"{self.target['url']} has {format_bytes(self.free_nbytes)} free,"
-                f" the plan writes {format_bytes(need)}.",
+                f" the plan needs {format_bytes(need)} more.",
                 hint="Free space there or choose another destination.",
                 kind=Kind.NO_SPACE,
             )
         need = self.tasks + 3 * self.tensors
-        if self.free_inodes is not None and self.free_inodes < need:
+        if not stored and self.free_inodes is not None and self.free_inodes < need:
             raise PlanError(
                 f"{self.target['url']} has {self.free_inodes} free inodes, the plan makes about {need} files.",
                 hint="Free inodes there or choose another destination.",

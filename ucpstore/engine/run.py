@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    CancelledError,
+    Executor,
+    Future,
+    wait,
+)
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from typing import Any
 
 from ucpstore.contracts import Record, Source, Target, Task
 from ucpstore.engine.plan import Plan
+from ucpstore.engine.pool import process_pool
 from ucpstore.engine.schedule import balance, batches
 from ucpstore.engine.sizes import format_bytes
-from ucpstore.engine.worker import Job, Opener, Settings, remember, run_batch, run_remote_batch
-from ucpstore.errors import IntegrityError, Kind, PlanError, listing
+from ucpstore.engine.worker import Job, Opener, Settings, run_batch, run_remote_batch, shared
+from ucpstore.errors import IntegrityError, Kind, PlanError, UcpStoreError, WorkerError, listing
 from ucpstore.events import Committed, Listener, Published, Resumed, Started, TaskDone
 
 __all__ = ["Report", "Workers", "run"]
@@ -33,21 +41,61 @@ class Workers:
     ----------
     executor : Executor, optional
         Anything with ``submit`` whose workers can reach source and destination. None: this process.
-    workers : int
-        Batches in flight on the executor; without one, more than 1 starts that many processes.
+    workers : int, optional
+        Batches in flight on the executor, by default as many as it says that it has workers; without
+        an executor, more than 1 starts that many processes.
     threads : int, optional
         Tasks in flight per worker; the number of cores by default.
     share : (int, int), optional
         Do only part ``index`` of ``count`` of the tasks (``--worker I/N``); other processes do the rest.
     memory_limit : int, optional, bytes
         Anonymous memory that tasks in flight may need, over all workers.
+
+    Raises
+    ------
+    PlanError
+        A number is not one, or out of range.
     """
 
     executor: Executor | None = None
-    workers: int = 1
+    workers: int | None = None
     threads: int | None = None
     share: tuple[int, int] | None = None
     memory_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "threads"):
+            value = getattr(self, name)
+            if value is not None and not (type(value) is int and value >= 1):
+                raise PlanError(
+                    f"cannot convert with {name}={value!r}: expected a whole number from 1."
+                )
+        if self.executor is not None and not callable(getattr(self.executor, "submit", None)):
+            raise PlanError(
+                f"cannot convert on {self.executor!r}: it has no method 'submit', expected a"
+                " concurrent.futures.Executor."
+            )
+        if self.share is not None and not _is_share(self.share):
+            raise PlanError(
+                f"cannot convert the share {self.share!r}: expected (index, count) with"
+                " 0 <= index < count."
+            )
+
+    @property
+    def count(self) -> int:
+        """Batches in flight."""
+        if self.workers is not None:
+            return self.workers
+        # What the executors of concurrent.futures, loky and others call it.
+        found = getattr(self.executor, "_max_workers", 1)
+        return found if isinstance(found, int) and found >= 1 else 1
+
+
+def _is_share(share: object) -> bool:
+    match share:
+        case (int(index), int(count)) if bool not in (type(index), type(count)):
+            return 0 <= index < count
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +180,8 @@ def run(
         The memory limit is below what one task needs.
     IntegrityError
         A source changed meanwhile, or a written object is gone.
+    WorkerError
+        A worker died, or the executor takes no work.
     StorageError
     """
     source, target = job
@@ -151,16 +201,16 @@ def run(
         nbytes_written=0,
         state_nbytes=plan.state_nbytes,
         seconds=0.0,
-        workers=workers.workers,
+        workers=workers.count,
         threads=threads,
         warnings=plan.warnings,
     )
+    if plan.free_nbytes is not None:  # before the claim: a refusal leaves nothing behind
+        plan.check_space(stored=target.stored_nbytes())
     if not target.begin(plan.digest):
         notify(Committed(target.url, already=True))
         return report
     known = target.records()
-    if not known:
-        plan.check_space()
     notify(Started(plan.digest, len(tasks), plan.object_nbytes))
     if known:
         notify(Resumed(len(known), sum(record.nbytes for record in known.values())))
@@ -186,11 +236,11 @@ def _threads(plan: Plan, workers: Workers) -> int:
     wanted = workers.threads or min(os.cpu_count() or 1, _MAX_THREADS)
     if workers.memory_limit is None:
         return wanted
-    fit = workers.memory_limit // (plan.min_memory * workers.workers)
+    fit = workers.memory_limit // (plan.min_memory * workers.count)
     if fit < 1:
         raise PlanError(
-            f"memory limit {format_bytes(workers.memory_limit)} is too small: {workers.workers} worker(s) with one"
-            f" task in flight need {format_bytes(plan.min_memory * workers.workers)}.",
+            f"memory limit {format_bytes(workers.memory_limit)} is too small: {workers.count} worker(s) with one"
+            f" task in flight need {format_bytes(plan.min_memory * workers.count)}.",
             hint="Raise the limit or use fewer workers.",
             kind=Kind.MEMORY_LIMIT,
         )
@@ -210,44 +260,50 @@ def _execute(
     if not tasks:
         return []
     ordered = sorted(tasks, key=lambda task: (-task.nbytes, task.index))
-    if workers.executor is None and workers.workers == 1:
+    if workers.executor is None and workers.count == 1:
         return run_batch(job, ordered, settings, emit)
-    remember(job)
-    if workers.executor is not None:
-        return _submit(
-            workers.executor,
-            job,
-            ordered,
-            workers=workers,
-            settings=settings,
-            opener=opener,
-            emit=emit,
-        )
-    with ProcessPoolExecutor(workers.workers, mp_context=get_context("forkserver")) as pool:
-        return _submit(
-            pool, job, ordered, workers=workers, settings=settings, opener=opener, emit=emit
-        )
+    with shared(job) as name:
+        submission = _Submission(name, job.digest, opener, settings)
+        if workers.executor is not None:
+            return _submit(workers.executor, submission, ordered, workers=workers, emit=emit)
+        with process_pool(workers.count) as pool:
+            return _submit(pool, submission, ordered, workers=workers, emit=emit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    """What every batch of a run takes along to its worker."""
+
+    name: str
+    digest: str
+    opener: Opener
+    settings: Settings
+
+    def to(self, executor: Executor, batch: Sequence[Task]) -> Future[list[Record]]:
+        """Submit a batch."""
+        indexes = [task.index for task in batch]
+        arguments = (self.name, self.digest, self.opener, indexes, self.settings)
+        try:
+            return executor.submit(run_remote_batch, *arguments)
+        except UcpStoreError:
+            raise
+        except (RuntimeError, OSError) as error:
+            raise _worker_error(error) from error
 
 
 def _submit(
     executor: Executor,
-    job: Job,
+    submission: _Submission,
     tasks: Sequence[Task],
     *,
     workers: Workers,
-    settings: Settings,
-    opener: Opener,
     emit: Listener,
 ) -> list[Record]:
-    """Submit batches of nearly equal bytes; after the first error nothing new starts."""
+    """Keep batches of nearly equal bytes in flight; after the first error nothing new starts."""
     total = sum(task.nbytes for task in tasks)
-    size = min(settings.publish_nbytes, -(-total // (workers.workers * _BATCHES_PER_WORKER)))
-    futures: set[Future[list[Record]]] = {
-        executor.submit(
-            run_remote_batch, job.digest, opener, [task.index for task in batch], settings
-        )
-        for batch in batches(tasks, max(size, 1))
-    }
+    share = -(-total // (workers.count * _BATCHES_PER_WORKER))
+    waiting = iter(batches(tasks, max(min(submission.settings.publish_nbytes, share), 1)))
+    futures = {submission.to(executor, batch) for batch in itertools.islice(waiting, workers.count)}
     keys = {task.index: task.key for task in tasks}
     records: list[Record] = []
     error: BaseException | None = None
@@ -255,21 +311,36 @@ def _submit(
         while futures:
             finished, futures = wait(futures, return_when=FIRST_COMPLETED)
             for future in finished:
-                if future.cancelled():
-                    continue
-                if (raised := future.exception()) is not None:
-                    error = error or raised
-                    for waiting in futures:
-                        waiting.cancel()
-                    continue
-                _announce(future.result(), keys, emit)
-                records.extend(future.result())
-    finally:
-        for future in futures:
-            future.cancel()
+                raised = CancelledError() if future.cancelled() else future.exception()
+                error = error or raised
+                if raised is None:
+                    _announce(future.result(), keys, emit)
+                    records.extend(future.result())
+                if error is None and (batch := next(waiting, None)) is not None:
+                    futures.add(submission.to(executor, batch))
+    except BaseException as raised:
+        running = [future for future in futures if not future.cancel()]
+        if isinstance(raised, Exception):
+            wait(running)
+        raise
+    if isinstance(error, BrokenExecutor | CancelledError):
+        raise _worker_error(error) from error
     if error is not None:
         raise error
     return records
+
+
+def _worker_error(error: BaseException) -> WorkerError:
+    """The error for an executor that did not do its work; what it recorded before is kept."""
+    if isinstance(error, BrokenExecutor):
+        found = "a worker died"
+        hint = "Was it killed, or out of memory? Run the same command again: it continues."
+    else:
+        found = "the executor took no work"
+        hint = "Run the same command again with another executor, or without: it continues."
+    return WorkerError(
+        f"the conversion stopped: {found} ({type(error).__name__}: {error}).", hint=hint
+    )
 
 
 def _announce(records: Sequence[Record], keys: Mapping[int, str], emit: Listener) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from ucpstore.errors import Kind, PlanError
@@ -14,24 +15,28 @@ for _power, _letter in enumerate("KMGT", start=1):
 _UNITS["kB"] = 1000
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(amount: str | float) -> int:
     """Bytes of ``"512MB"``, ``"8GiB"``, ``"64 M"`` (binary) or a plain number.
 
     Raises
     ------
     PlanError
-        The text is not an amount.
+        It is not an amount.
     """
-    if isinstance(text, int):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?B?)\s*", text)
-    if match is None or match[2] not in _UNITS:
+    found = math.nan
+    if isinstance(amount, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?B?)\s*", amount, re.ASCII)
+        if match is not None and match[2] in _UNITS:
+            found = float(match[1]) * _UNITS[match[2]]
+    elif isinstance(amount, int | float) and not isinstance(amount, bool):
+        found = amount
+    if not 0 <= found < math.inf:
         raise PlanError(
-            f"{text!r} is not an amount of bytes.",
+            f"{amount!r} is not an amount of bytes.",
             hint="Write 512MB, 8GiB or a number.",
             kind=Kind.SELECTION,
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(found)
 
 
 def format_bytes(amount: float) -> str:

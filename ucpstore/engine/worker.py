@@ -6,14 +6,16 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ucpstore.contracts import Record, Source, Target, Task
 from ucpstore.errors import IntegrityError, Kind, StorageError
 from ucpstore.events import Event, Listener, Published, TaskDone, TaskRetried
 
-__all__ = ["Job", "Opener", "Settings", "remember", "run_batch", "run_remote_batch"]
+__all__ = ["Job", "Opener", "Settings", "run_batch", "run_remote_batch", "shared"]
 
 Opener = Callable[[], tuple[str, Source, Target]]
 """Opens the job again in another process: (plan digest, source, target). Picklable."""
@@ -55,30 +57,54 @@ class Settings:
     publish_seconds: float = 30.0
 
 
-_jobs: dict[str, Job] = {}
+_shared: dict[str, Job] = {}
+_opened: dict[str, Job | None] = {}
 _jobs_lock = threading.Lock()
 
 
-def remember(job: Job) -> None:
-    """Let batches of this process use an already open job."""
-    with _jobs_lock:
-        _jobs.clear()  # one job at a time: an opened source of a large model is not small
-        _jobs[job.digest] = job
+@contextmanager
+def shared(job: Job) -> Iterator[str]:
+    """Let batches that run in this process use an already open job.
+
+    Yields
+    ------
+    str
+        Name of this run. The plan's digest would not do: it says nothing about where the target lies,
+        and a later run may find another source there.
+    """
+    name = uuid.uuid4().hex
+    _shared[name] = job
+    try:
+        yield name
+    finally:
+        del _shared[name]
 
 
 def run_remote_batch(
-    digest: str, opener: Opener, indexes: Sequence[int], settings: Settings
+    name: str, digest: str, opener: Opener, indexes: Sequence[int], settings: Settings
 ) -> list[Record]:
-    """Run a batch in a worker process, which opens the job itself on first use.
+    """Run a batch of the run ``name`` in a worker, which opens the job itself on first use.
+
+    Returns
+    -------
+    list of Record
+        None where the plan was committed by somebody else in the meantime.
 
     Raises
     ------
     IntegrityError
         The worker sees another source than the planner did.
     """
+    job = _shared.get(name) or _open_once(name, digest, opener)
+    if job is None:
+        return []
+    tasks = job.target.tasks()
+    return run_batch(job, [tasks[index] for index in indexes], settings)
+
+
+def _open_once(name: str, digest: str, opener: Opener) -> Job | None:
     with _jobs_lock:
-        job = _jobs.get(digest)
-        if job is None:
+        if name not in _opened:
             found, source, target = opener()
             if found != digest:
                 raise IntegrityError(
@@ -86,12 +112,10 @@ def run_remote_batch(
                     hint="The source changed, or the worker sees other files. Run the command again.",
                     kind=Kind.SOURCE_CHANGED,
                 )
-            target.begin(digest)
-            job = Job(digest, source, target)
-            _jobs.clear()
-            _jobs[digest] = job
-    tasks = job.target.tasks()
-    return run_batch(job, [tasks[index] for index in indexes], settings)
+            job = Job(digest, source, target) if target.begin(digest) else None
+            _opened.clear()  # one job at a time: an opened source of a large model is not small
+            _opened[name] = job
+        return _opened[name]
 
 
 def run_batch(

@@ -69,6 +69,9 @@ class TorchFile:
         ``zip`` or ``legacy``.
     warnings : tuple of str
         What was left out of ``root``.
+    saved_as : str
+        Name, without its ending, under which torch first wrote a zip: the folder of its records.
+        Empty, or ``archive``, where torch did not know the name.
     """
 
     root: Any
@@ -76,6 +79,7 @@ class TorchFile:
     big_endian: bool
     container: str
     warnings: tuple[str, ...] = ()
+    saved_as: str = ""
 
 
 def index_torch_file(
@@ -87,8 +91,8 @@ def index_torch_file(
 ) -> TorchFile:
     """Index one file: run its pickle through the allow-list and locate its storages.
 
-    A local file takes two small reads, one for the pickle, and one of 30 (zip) or 8 (legacy) bytes for every
-    storage; a remote one takes two or three ranged reads.
+    A local file takes two small reads, one for the pickle, and one of a local header (zip) or 8 bytes (legacy) for
+    every storage; a remote one takes two or three ranged reads.
 
     Parameters
     ----------
@@ -128,11 +132,13 @@ def index_torch_file(
     storages = Storages()
     allowed = Globals(name, storages, stubs=stubs, stub_prefixes=stub_prefixes)
     big_endian = False
+    saved_as = ""
     if head.startswith(b"PK"):
         archive = ZipIndex(ranges)
         machine = PickleMachine(archive.content("data.pkl"), name)
         root = machine.load(allowed)
         warnings = machine.warnings
+        saved_as = archive.folder
         big_endian = archive.is_big_endian()
         sizes = [(key, storage.nbytes) for key, storage in storages.by_key.items()]
         for key, position in archive.storage_positions(sizes).items():
@@ -142,9 +148,8 @@ def index_torch_file(
     else:
         raise _not_torch(head, name)
     check_structure(root, name)
-    return TorchFile(
-        root, stat, big_endian, "zip" if head[:2] == b"PK" else "legacy", tuple(warnings)
-    )
+    container = "zip" if head[:2] == b"PK" else "legacy"
+    return TorchFile(root, stat, big_endian, container, tuple(warnings), saved_as)
 
 
 def _not_torch(head: bytes, name: str) -> SourceError:

@@ -13,8 +13,9 @@ from ucpstore.contracts import Arrays, CommonState, Source, StateSpec
 from ucpstore.dtypes import numpy_dtype
 from ucpstore.inspect.stream import block_bytes, blocks, in_parallel
 from ucpstore.layout.region import Region
+from ucpstore.text import printable
 
-__all__ = ["Diff", "StateDiff", "compare_states", "diff_sources"]
+__all__ = ["Diff", "StateDiff", "compare_documents", "compare_states", "diff_sources"]
 
 DIFF_VERSION = "1.0"
 Status = Literal["equal", "changed", "added", "removed", "shape", "dtype"]
@@ -109,14 +110,14 @@ class Diff:
             key=lambda s: (s.status == "equal", -(s.changed / max(s.elements, 1)), s.fqn, s.state)
         )
         lines = [_line(state) for state in shown]
-        lines += [f"common   {path}" for path in self.common]
+        lines += [f"common   {printable(path)}" for path in self.common]
         counts = ", ".join(f"{count} {status}" for status, count in self.counts().items())
         common = f"{len(self.common)} differences" if self.common else "equal"
         return "\n".join([*lines, f"states: {counts or 'none'}; common state: {common}"])
 
 
 def _line(state: StateDiff) -> str:
-    text = f"{state.status:<8} {state.fqn} {state.state}"
+    text = f"{state.status:<8} {printable(state.fqn)} {printable(state.state)}"
     if state.status == "changed":
         text += f": {state.changed} of {state.elements} elements, first at {state.first}"
         text += "" if state.max_abs is None else f", max |difference| {state.max_abs:.3g}"
@@ -138,7 +139,7 @@ def diff_sources(left: Source, right: Source) -> Diff:
         left=left.url,
         right=right.url,
         states=tuple(states),
-        common=tuple(_differences(left.common.document, right.common.document, "")),
+        common=tuple(compare_documents(left.common.document, right.common.document)),
     )
 
 
@@ -226,15 +227,15 @@ def _max_abs(values: list[Arrays], largest: float | None) -> float | None:
     return max(float(gaps.max()), 0.0 if largest is None else largest)
 
 
-def _differences(left: Any, right: Any, path: str) -> Iterator[str]:
-    """Paths at which two JSON values differ."""
+def compare_documents(left: Any, right: Any, path: str = "") -> Iterator[str]:
+    """Paths at which two JSON values differ, each with both values."""
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         for key in dict.fromkeys([*left, *right]):
             inner = f"{path}.{key}" if path else str(key)
-            yield from _differences(left.get(key, _MISSING), right.get(key, _MISSING), inner)
+            yield from compare_documents(left.get(key, _MISSING), right.get(key, _MISSING), inner)
     elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
         for index, (a, b) in enumerate(zip(left, right, strict=True)):
-            yield from _differences(a, b, f"{path}[{index}]")
+            yield from compare_documents(a, b, f"{path}[{index}]")
     elif type(left) is not type(right) or left != right:
         yield f"{path}: {_short(left)} against {_short(right)}"
 

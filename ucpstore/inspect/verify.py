@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,9 +10,10 @@ from ucpstore.contracts import Arrays, CommonState, Source, StateSpec
 from ucpstore.digest import digest_reads
 from ucpstore.engine.sizes import format_bytes
 from ucpstore.errors import CorruptSourceError, IntegrityError, Kind, NotFoundError
-from ucpstore.inspect.diff import compare_states
+from ucpstore.inspect.diff import compare_documents, compare_states
 from ucpstore.inspect.stream import all_states, block_bytes, in_parallel
 from ucpstore.layout.region import Region
+from ucpstore.text import printable
 
 __all__ = ["Finding", "Verification", "verify_source"]
 
@@ -28,7 +29,7 @@ class Finding:
     fqn, state : str
     kind : str
         `ucpstore.errors.Kind` value: ``checksum``, ``lost_object``, ``replicas_differ``, ``truncated``, ...
-        or ``differs`` from the checkpoint that was compared.
+        or, against another checkpoint, ``differs`` and ``missing``.
     message : str
         Names the object and the box.
     """
@@ -76,7 +77,10 @@ class Verification:
 
     def summary(self) -> str:
         """As text: the findings, then one line."""
-        lines = [f"{f.kind:<16} {f.fqn} {f.state}: {f.message}" for f in self.findings]
+        lines = [
+            f"{f.kind:<16} {printable(f.fqn)} {printable(f.state)}: {printable(f.message)}"
+            for f in self.findings
+        ]
         against = f", compared with {self.against}" if self.against else ""
         verdict = "nothing wrong" if self.ok else f"{len(self.findings)} findings"
         lines.append(
@@ -98,6 +102,8 @@ def verify_source(source: Source, *, against: Source | None = None) -> Verificat
         units.append((tuple((key[0], alone.pop(key)) for key in keys), recorded))
     units += [(((fqn, spec),), source.digest(fqn, spec.name)) for (fqn, _), spec in alone.items()]
     results = in_parallel(lambda unit: _check(source, against, *unit), units)
+    if against is not None:
+        results.append(_only_there(source, against, states))
     return Verification(
         url=source.url,
         against=against.url if against else None,
@@ -106,6 +112,21 @@ def verify_source(source: Source, *, against: Source | None = None) -> Verificat
         digests=sum(len(members) for members, recorded in units if recorded is not None),
         findings=tuple(finding for findings in results for finding in findings),
     )
+
+
+def _only_there(
+    source: Source, against: Source, states: Mapping[tuple[str, str], StateSpec]
+) -> Sequence[Finding]:
+    """What the other checkpoint has beyond the states of this one, and where common states differ."""
+    found = [
+        Finding(fqn, spec.name, "missing", f"{against.url} has it, {source.url} does not")
+        for fqn, spec in all_states(against)
+        if (fqn, spec.name) not in states and not spec.derived
+    ]
+    return found + [
+        Finding(CommonState.FQN, "document", "differs", path)
+        for path in compare_documents(source.common.document, against.common.document)
+    ]
 
 
 def _check(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Descriptors", "OpenFile"]
+__all__ = ["Descriptors", "OpenFile", "open_file"]
+
+_MAX_IDLE = 256
+_MIN_IDLE = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -30,18 +35,29 @@ class Descriptors:
 
     Parameters
     ----------
-    capacity : int
-        Descriptors that stay open while nobody uses them.
+    capacity : int, optional
+        Descriptors that stay open while nobody uses them; by default a fair share of what the process
+        may have open, since many checkpoints may be open at once.
     """
 
-    def __init__(self, capacity: int = 256) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int | None = None) -> None:
+        self._capacity = capacity
         self._lock = threading.Lock()
         self._open: OrderedDict[str, OpenFile] = OrderedDict()
-        _ALL.add(self)
+        with _all_lock:
+            _ALL.add(self)
         # Nobody borrows any more by then, as a borrower holds a reference: so no lock is needed, and
         # none may be waited for while garbage is collected.
         weakref.finalize(self, _close_all, self._open)
+
+    @property
+    def capacity(self) -> int:
+        """Descriptors that may stay open now."""
+        if self._capacity is not None:
+            return self._capacity
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        idle = _MAX_IDLE if soft == resource.RLIM_INFINITY else min(_MAX_IDLE, soft // 4)
+        return max(_MIN_IDLE, idle // max(1, len(_ALL)))
 
     def __len__(self) -> int:
         return len(self._open)
@@ -66,14 +82,15 @@ class Descriptors:
             self.forget(path)
         # Opened outside the lock: a slow server must not hold up other threads. Two threads may
         # open the same file at once; the loser's descriptor lives for one use.
-        opened = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), users=1)
+        opened = OpenFile(open_file(path, os.O_RDONLY), users=1)
         closing: list[int] = []
         with self._lock:
             if path in self._open:
                 opened.cached = False
             else:
                 self._open[path] = opened
-                while len(self._open) > self.capacity:
+                capacity = self.capacity
+                while len(self._open) > capacity:
                     oldest, entry = next(iter(self._open.items()))
                     closing += self._evict(oldest, entry)
         _close(closing)
@@ -125,10 +142,32 @@ def _close_all(entries: Mapping[str, OpenFile]) -> None:
     _close([entry.fd for entry in entries.values()])
 
 
+def open_file(path: str, flags: int, mode: int = 0o666) -> int:
+    """`os.open`; where the process may open no more, it first closes what all caches keep unused.
+
+    Raises
+    ------
+    OSError
+    """
+    try:
+        return os.open(path, flags | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+    with _all_lock:
+        caches = list(_ALL)
+    for cache in caches:
+        cache.close()
+    return os.open(path, flags | os.O_CLOEXEC, mode)
+
+
+_all_lock = threading.Lock()
 _ALL: weakref.WeakSet[Descriptors] = weakref.WeakSet()
 
 
 def _reset_all() -> None:
+    global _all_lock
+    _all_lock = threading.Lock()
     for cache in list(_ALL):
         cache._after_fork()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ucpstore.errors import CorruptSourceError, Kind, StorageError
 from ucpstore.io.base import FileStat, check_name, folder_prefix
-from ucpstore.io.descriptors import Descriptors
+from ucpstore.io.descriptors import Descriptors, open_file
 from ucpstore.io.oserrors import os_errors, translate_os_error
 from ucpstore.io.syscalls import has_syncfs, start_writeback, sync_filesystem
 
@@ -85,7 +85,9 @@ class LocalFiles:
         with os_errors("list", self._show(prefix)):
             entries = _scan(os.path.join(self.root, prefix))
             return sorted(
-                e.name for e in entries if e.is_dir() and not _is_temporary(prefix + e.name)
+                e.name
+                for e in entries
+                if _is_folder_entry(e) and not _is_temporary(prefix + e.name)
             )
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> list[FileStat]:
@@ -278,12 +280,12 @@ class LocalFiles:
                 os.unlink(path)
 
     def _open_new(self, path: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            return os.open(path, flags, 0o666)
+            return open_file(path, flags)
         except FileNotFoundError:  # the folder was pruned by somebody's delete
             self._make_folder(os.path.dirname(path), durable=False, again=True)
-            return os.open(path, flags, 0o666)
+            return open_file(path, flags)
 
     def _place(self, move: Any, temporary: str, path: str, *, durable: bool) -> None:
         """Link or rename a finished file to its name, making its folder first where needed."""
@@ -301,7 +303,7 @@ class LocalFiles:
 
     def _create_locked(self, temporary: str, path: str) -> bool:
         lock = os.path.join(self.root, TEMPORARY, "create.lock")
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = open_file(lock, os.O_RDWR | os.O_CREAT)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)
@@ -418,7 +420,7 @@ class _RootDescriptor:
     """Keeps the root open from the first write on, so that `sync` learns of every lost page."""
 
     def __init__(self, root: str) -> None:
-        self.fd = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+        self.fd = open_file(root, os.O_RDONLY)
         weakref.finalize(self, os.close, self.fd)
 
 
@@ -460,14 +462,27 @@ def _walk(
         above = (*above, identity)
     for entry in _scan(folder):
         name = prefix + entry.name
-        if entry.is_dir():
+        if _is_folder_entry(entry):
             if recursive and not _is_temporary(name):
                 yield from _walk(root, name + "/", recursive, above)
             continue
-        with suppress(FileNotFoundError):  # deleted meanwhile, or a dangling link
+        try:
             stat = entry.stat()
-            if entry.is_file():
-                yield name, stat
+        except OSError as error:  # deleted meanwhile, a dangling link or one to itself
+            if error.errno in (errno.ENOENT, errno.ELOOP):
+                continue
+            raise
+        if entry.is_file():
+            yield name, stat
+
+
+def _is_folder_entry(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link to itself is no folder, as a dangling one is none
+            return False
+        raise
 
 
 def _byte_views(buffers: Sequence[Buffer]) -> list[memoryview]:
@@ -513,7 +528,7 @@ def _write_fully(fd: int, views: list[memoryview]) -> int:
 
 
 def _sync_folder(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_file(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -69,9 +69,13 @@ def parse_url(url: str | os.PathLike[str]) -> Location:
     Raises
     ------
     StorageError
-        The scheme is unknown, or a bucket is missing.
+        It is empty, the scheme is unknown, or a bucket is missing.
     """
-    text = os.fspath(url)
+    text = os.fsdecode(url)
+    if not text or "\0" in text:
+        raise StorageError(
+            f"cannot open {text!r}: expected a path or a URL.", kind=Kind.NAME, url=text
+        )
     if "://" not in text:
         return Location("file", os.path.abspath(os.path.expanduser(text)))
     scheme, _, rest = text.partition("://")

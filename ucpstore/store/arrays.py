@@ -13,7 +13,7 @@ from ucpstore.dtypes import itemsize
 from ucpstore.errors import FormatVersionError
 from ucpstore.layout.region import Region
 
-__all__ = ["CRC_BYTES", "NO_ATTRIBUTES", "ArraySpec", "storage_dtype"]
+__all__ = ["CRC_BYTES", "INDEX_ENTRY_BYTES", "NO_ATTRIBUTES", "ArraySpec", "storage_dtype"]
 
 CRC_BYTES = 4
 """Bytes of the crc32c behind every inner chunk and behind a shard's index."""
@@ -21,7 +21,9 @@ CRC_BYTES = 4
 NO_ATTRIBUTES: Mapping[str, Any] = {}
 """Shared by all arrays without further attributes; never changed."""
 
-_INDEX_ENTRY_BYTES = 16  # uint64 offset and size
+INDEX_ENTRY_BYTES = 16
+"""Bytes of an inner chunk's entry in a shard's index: offset and size as uint64."""
+
 _HALVES = frozenset({"float16", "bfloat16"})
 _KEPT = frozenset({Role.MODEL_WEIGHT, Role.BUFFER})
 
@@ -176,7 +178,7 @@ class ArraySpec:
         chunks = math.prod(self.object_tiles(index)) * (self.tile_nbytes + CRC_BYTES)
         if not self.sharded:
             return chunks
-        return chunks + math.prod(self.shard_grid) * _INDEX_ENTRY_BYTES + CRC_BYTES
+        return chunks + math.prod(self.shard_grid) * INDEX_ENTRY_BYTES + CRC_BYTES
 
     def metadata(self, extra: Mapping[str, Any] = NO_ATTRIBUTES) -> dict[str, Any]:
         """The array's ``zarr.json`` (Zarr v3 core), always with the same order of keys.

@@ -58,6 +58,9 @@ class RootAttributes(msgspec.Struct, frozen=True, kw_only=True):
         What it was made from: ``format`` and ``parallelism``.
     step : int, optional
         Training step, where the source tells one.
+    checksum : str
+        Over these attributes and all consolidated metadata, see `ucpstore.store.hierarchy.checksum`;
+        empty in checkpoints that were written without.
     """
 
     version: str
@@ -69,6 +72,7 @@ class RootAttributes(msgspec.Struct, frozen=True, kw_only=True):
     source: Mapping[str, Any]
     format: str = FORMAT
     step: int | None = None
+    checksum: str = ""
 
 
 class Claim(msgspec.Struct, frozen=True):

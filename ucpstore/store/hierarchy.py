@@ -15,24 +15,29 @@ has the form that zarr-python 3 writes (``kind: inline``), so that it is used by
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import xxhash
 
 from ucpstore.contracts import CommonState, ParameterSpec, StateSpec
 from ucpstore.dtypes import itemsize
-from ucpstore.errors import FormatVersionError
+from ucpstore.errors import FormatVersionError, IntegrityError
 from ucpstore.io.base import check_name
 from ucpstore.store.arrays import ArraySpec
-from ucpstore.store.documents import FORMAT, RootAttributes, dump_json, encode
+from ucpstore.store.documents import FORMAT, RootAttributes, dump_json, encode, load_json
 
 __all__ = [
     "COMMON",
     "PARAMS",
     "Hierarchy",
     "Place",
+    "check_root",
+    "checksum",
     "child_documents",
     "read_hierarchy",
     "root_document",
@@ -158,14 +163,25 @@ def _describe(spec: ParameterSpec, index: int, states: set[str]) -> _Described:
     )
 
 
-def root_document(attributes: RootAttributes, children: Iterable[tuple[str, bytes]]) -> bytes:
-    """The root's ``zarr.json``, put together from the children's bytes, never held as objects."""
+def root_document(attributes: RootAttributes, children: Sequence[tuple[str, bytes]]) -> bytes:
+    """The root's ``zarr.json``, put together from the children's bytes, never held as objects.
+
+    Parameters
+    ----------
+    attributes : RootAttributes
+        Its checksum is filled in here.
+    children : sequence of (str, bytes)
+        Sorted by path.
+    """
     nodes = b",".join(
         dump_json(path, path).strip() + b":" + _consolidated(document)
         for path, document in children
     )
+    described = msgspec.to_builtins(attributes)
+    parsed = ((path, load_json(_consolidated(document))) for path, document in children)
+    sealed = msgspec.structs.replace(attributes, checksum=checksum(described, parsed))
     return (
-        b'{"attributes":{"' + FORMAT.encode() + b'":' + encode(attributes).strip() + b"},"
+        b'{"attributes":{"' + FORMAT.encode() + b'":' + encode(sealed).strip() + b"},"
         b'"consolidated_metadata":{"kind":"inline","metadata":{'
         + nodes
         + b'},"must_understand":false},'
@@ -181,6 +197,54 @@ def _consolidated(document: bytes) -> bytes:
     return text[:-1] + (
         b',"consolidated_metadata":{"kind":"inline","metadata":{},"must_understand":false}}'
     )
+
+
+def checksum(attributes: Mapping[str, Any], nodes: Iterable[tuple[str, Any]]) -> str:
+    """Guards what no chunk's crc32c does: names, shapes, hyper-parameters, the whole common state.
+
+    It is of the values, not of the bytes, so that another way of writing the same JSON does no harm.
+
+    Parameters
+    ----------
+    attributes : mapping
+        The root's own; their checksum is left out.
+    nodes : iterable of (path, node)
+        Consolidated metadata, sorted by path.
+    """
+    digest = xxhash.xxh3_128()
+    own = {name: value for name, value in attributes.items() if name != "checksum"}
+    for path, found in itertools.chain([("", own)], nodes):
+        # zarr-python adds this whenever it writes a root again, for a user's attribute say.
+        node = {n: v for n, v in found.items() if (n, v) != ("storage_transformers", [])}
+        digest.update(path.encode("utf-8", "surrogatepass") + b"\0")
+        try:
+            digest.update(msgspec.json.encode(node, order="deterministic"))
+        except UnicodeEncodeError:  # lone surrogates
+            digest.update(dump_json(node, path))
+        digest.update(b"\0")
+    return f"xxh3-128:{digest.hexdigest()}"
+
+
+def check_root(document: Mapping[str, Any], name: str) -> None:
+    """Refuse a root document that is not as it was written.
+
+    Raises
+    ------
+    IntegrityError
+        Kind ``CHECKSUM``.
+    """
+    try:
+        attributes = document["attributes"][FORMAT]
+        nodes = document["consolidated_metadata"]["metadata"]
+        recorded, found = attributes.get("checksum"), checksum(attributes, sorted(nodes.items()))
+    except (KeyError, TypeError, AttributeError):
+        return  # `read_hierarchy` says what is missing
+    if recorded and recorded != found:
+        raise IntegrityError(
+            f"{name} is not as it was written: its content has the checksum {found}, it recorded {recorded}.",
+            hint="Restore it from a copy of the checkpoint, or convert the source again.",
+            name=name,
+        )
 
 
 def read_hierarchy(document: Mapping[str, Any], name: str) -> Hierarchy:
@@ -202,7 +266,7 @@ def read_hierarchy(document: Mapping[str, Any], name: str) -> Hierarchy:
         nodes = document["consolidated_metadata"]["metadata"]
         arrays = {path: node for path, node in nodes.items() if node["node_type"] == "array"}
         groups = {path: node["attributes"] for path, node in nodes.items() if path not in arrays}
-        common = groups.pop(COMMON)
+        common = dict(groups.pop(COMMON).items())
         groups.pop(PARAMS)
         described = [spec for attributes in groups.values() for spec in _described(attributes)]
         described.sort(key=lambda spec: spec.index)
@@ -257,7 +321,8 @@ def _check_array(array: ArraySpec) -> None:
     names = [name for member in array.members for name in member]
     if not all(isinstance(name, str) for name in [*names, array.dtype, array.source_dtype]):
         raise TypeError(f"the names of {array.path!r}")
-    itemsize(array.dtype)
+    if math.prod(array.shape) * itemsize(array.dtype) >= _MAX_EXTENT:
+        raise ValueError(f"the shape of {array.path!r}")
     itemsize(array.logical_dtype)
 
 

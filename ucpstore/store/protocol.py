@@ -8,9 +8,10 @@ current claim. Creating number N+1 *is* the compare-and-swap on N. A claim names
 that owns the destination, or none once its owner was declared dead (`abandon`). Writers of the same plan
 join a claim; any other plan is refused.
 
-**Fencing**: before an object becomes visible, and before a done record, a writer looks whether claim
-N+1 exists: one ``stat``. A writer that sleeps through that instant can still replace an object after
-its claim was lost; `ZarrTarget.commit` compares all objects with their records, and so finds it.
+**Fencing**: before an object becomes visible, and before a done record, a writer looks whether its claim
+is still there (somebody may have deleted the destination and begun anew) and whether claim N+1 exists.
+A writer that sleeps through that instant can still replace an object after its claim was lost;
+`ZarrTarget.commit` compares all objects with their records, and so finds it.
 
 **Done records** ``.ucpstore/done/<epoch>-<content hash>.json`` are written once `Files.sync` has made
 their objects durable. A resumed run trusts them and nothing else.
@@ -163,23 +164,24 @@ class CommitLog:
         Raises
         ------
         AlreadyExistsError
-            The destination was abandoned (``ABANDONED``).
+            The destination was abandoned or deleted (``ABANDONED``).
         """
         digest, now = self.digest, time.monotonic()
         if cached and not self._files.is_local and now - self._checked < _RECHECK_SECONDS:
             return
         number, sealed = self._number, self._sealed
+        try:
+            held: Claim | None = _read_claim(self._files, number)
+        except CheckpointNotFoundError:
+            held = None
+        if held is None or (held.plan_digest, held.epoch) != (digest, self._epoch):
+            found = "is gone" if held is None else "is another run's"
+            raise self._lost(f"claim {number} {found}: the destination was deleted meanwhile")
         while self._files.stat(claim_name(number + 1)) is not None:
             number += 1
             claim = _read_claim(self._files, number)
             if (claim.plan_digest, claim.epoch) != (digest, self._epoch):
-                raise AlreadyExistsError(
-                    f"{self._files.url} no longer belongs to this run: claim {number} follows "
-                    f"claim {self._epoch}, which was abandoned.",
-                    kind=Kind.ABANDONED,
-                    hint="Nothing more was written. Run the command again to claim it anew.",
-                    url=self._files.url,
-                )
+                raise self._lost(f"claim {number} follows claim {self._epoch}, which was abandoned")
             sealed = claim.sealed
         self._number, self._sealed, self._checked = number, sealed, now
 
@@ -289,6 +291,14 @@ class CommitLog:
             ""
         )
         return sorted(name for name in names if not name.startswith(".") and name != ROOT)
+
+    def _lost(self, found: str) -> AlreadyExistsError:
+        return AlreadyExistsError(
+            f"{self._files.url} no longer belongs to this run: {found}.",
+            kind=Kind.ABANDONED,
+            hint="Nothing more was written. Run the command again to claim it anew.",
+            url=self._files.url,
+        )
 
     def _claimed(self, found: str, digest: str) -> AlreadyExistsError:
         return AlreadyExistsError(

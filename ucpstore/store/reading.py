@@ -1,64 +1,37 @@
-"""Reads of stored arrays through TensorStore, straight into the caller's memory."""
+"""Reads of stored arrays, each in the way that suits its storage."""
 
 from __future__ import annotations
 
-import itertools
-import math
-import os
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorstore as ts
 
 from ucpstore.contracts import Arrays
 from ucpstore.digest import hash_tile, merge
 from ucpstore.dtypes import itemsize
-from ucpstore.errors import CheckpointNotFoundError, StorageError, UnsupportedSourceError
 from ucpstore.io.base import Files
+from ucpstore.io.urls import parse_url
 from ucpstore.layout.region import Region
 from ucpstore.layout.tiles import iter_blocks, iter_tiles
 from ucpstore.store.arrays import ArraySpec
-from ucpstore.store.tensorstore_ import array_spec, folder_spec, make_context, translated
+from ucpstore.store.blocks import BlockReader
 
-__all__ = ["ArrayReader", "split_region"]
+if TYPE_CHECKING:
+    import tensorstore as ts
 
-_LOCAL_REQUEST = 8 << 20
-"""Bytes of a local read. TensorStore's buffers above 32 MiB are mapped anew for every read, and smaller
-ones stay in the processor's cache: a full read took 1.8x the time of ``preadv``, against 2.8x at 64 MiB."""
+    from ucpstore.store.remote import TensorStoreReader
 
-_REMOTE_REQUEST = 128 << 20
-"""Bytes of a remote read, in whole objects: reading all of one takes a single request."""
+__all__ = ["ArrayReader"]
 
-_OPEN_ARRAYS = 1024
-
-
-def split_region(
-    region: Region, tile: tuple[int, ...], itemsize: int, limit: int
-) -> Iterator[Region]:
-    """Cut a region at tile borders into boxes of at most ``limit`` bytes (or of one tile)."""
-    extent = list(tile)
-    nbytes = math.prod(tile) * itemsize
-    for dim in reversed(range(region.ndim)):
-        tiles = -(-region.stops[dim] // tile[dim]) - region.offsets[dim] // tile[dim]
-        fit = min(tiles, max(1, limit // nbytes))
-        extent[dim] *= fit
-        nbytes *= fit
-        if fit < tiles:
-            break
-    axes = []
-    for offset, stop, size, step in zip(region.offsets, region.stops, tile, extent, strict=True):
-        cuts = range(offset // size * size + step, stop, step)
-        axes.append(list(itertools.pairwise([offset, *cuts, stop])))
-    for box in itertools.product(*axes):
-        yield Region(tuple(a for a, _ in box), tuple(b - a for a, b in box))
+_NOT_ENCODING = {"attributes", "dimension_names", "fill_value"}
+"""Members of ``zarr.json`` that say nothing about the bytes of objects."""
 
 
 class ArrayReader:
-    """Opens arrays by their metadata alone and reads boxes of them. Picklable; safe between threads.
+    """Reads boxes of arrays by their metadata alone. Picklable; safe between threads.
+
+    Local files and ``memory://`` are read by `ucpstore.store.blocks`, object stores by TensorStore.
 
     Parameters
     ----------
@@ -76,10 +49,10 @@ class ArrayReader:
         self._reset()
 
     def _reset(self) -> None:
-        self._kvstore = folder_spec(self._files)
-        self._context = make_context()
-        self._lock = threading.Lock()
-        self._open: OrderedDict[str, ts.TensorStore] = OrderedDict()
+        self._near = parse_url(self._files.url).scheme in {"file", "memory"}
+        self._blocks = BlockReader(self._files)
+        self._through_tensorstore: TensorStoreReader | None = None
+        self._plain: dict[str, bool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_files": self._files, "_metadata": self._metadata}
@@ -96,21 +69,7 @@ class ArrayReader:
         UnsupportedSourceError
             TensorStore does not know this kind of storage.
         """
-        if self._kvstore is None:
-            raise UnsupportedSourceError(
-                f"TensorStore cannot open {self._files.url}: expected a local, s3:// or gs:// URL."
-            )
-        with self._lock:
-            store = self._open.get(array.path)
-            if store is not None:
-                self._open.move_to_end(array.path)
-                return store
-        store = self._open_in(array, self._kvstore, self._context)
-        with self._lock:
-            self._open[array.path] = store
-            while len(self._open) > _OPEN_ARRAYS:
-                self._open.popitem(last=False)
-        return store
+        return self._tensorstore().open(array, self._document(array))
 
     def read(
         self, array: ArraySpec, region: Region, out: Arrays, *, what: str, **context: Any
@@ -130,15 +89,11 @@ class ArrayReader:
             out[...] = values.view(out.dtype.newbyteorder("="))
             return
         view = out.view(stored)
-        unit, limit = array.shard, _REMOTE_REQUEST
-        if self._files.is_local:
-            unit, limit = array.tile, _LOCAL_REQUEST
-        for box in split_region(region, unit, stored.itemsize, limit):
-            keys = [array.object_key(index) for index in array.objects_in(box)]
-            with translated(f"{what} {box}", keys, url=self._files.url, **context):
-                store = self.open(array) if self._kvstore is not None else self._copy(array, keys)
-                part = ts.array(view[box.within(region).slices])
-                part.write(store[box.slices]).result()
+        if self._near and self._is_plain(array):
+            self._blocks.read(array, region, view, what=what, **context)
+        else:
+            reader, document = self._tensorstore(), self._document(array)
+            reader.read(array, document, region, view, what=what, **context)
 
     def digest_object(self, array: ArraySpec, index: int) -> int:
         """Partial digest of a stored object, as `ucpstore.store.encoder.encode_object` returned it.
@@ -158,40 +113,24 @@ class ArrayReader:
                 partials.append(hash_tile(tile, part.reshape(-1).view(np.uint8)))
         return merge(partials)
 
-    def _open_in(
-        self, array: ArraySpec, kvstore: Mapping[str, Any], context: ts.Context
-    ) -> ts.TensorStore:
-        _check_fork(self._files.url)
-        with translated(f"cannot open {array.path!r}", url=self._files.url):
-            metadata = self._metadata.get(array.path) or array.metadata()
-            spec = array_spec(kvstore, array.path, metadata)
-            return ts.open(spec, context=context, read=True, write=False).result()
+    def _document(self, array: ArraySpec) -> Mapping[str, Any]:
+        return self._metadata.get(array.path) or array.metadata()
 
-    def _copy(self, array: ArraySpec, keys: Sequence[str]) -> ts.TensorStore:
-        """The array over copies in memory of the objects that a request needs.
+    def _is_plain(self, array: ArraySpec) -> bool:
+        """Whether the array is encoded as we do it; TensorStore knows other codecs, too."""
+        plain = self._plain.get(array.path)
+        if plain is None:
+            documents = self._document(array), array.metadata()
+            found, own = (
+                {key: value for key, value in document.items() if key not in _NOT_ENCODING}
+                for document in documents
+            )
+            plain = self._plain[array.path] = found == own
+        return plain
 
-        For storage that TensorStore does not know: fsspec's ``memory://``.
-        """
-        _check_fork(self._files.url)
-        context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-        memory = ts.KvStore.open({"driver": "memory"}, context=context).result()
-        for key in keys:
-            with suppress(CheckpointNotFoundError):  # TensorStore reports it, as anywhere else
-                memory.write(key, self._files.read(key)).result()
-        return self._open_in(array, {"driver": "memory"}, context)
+    def _tensorstore(self) -> TensorStoreReader:
+        from ucpstore.store.remote import TensorStoreReader
 
-
-_first_pid: int | None = None
-
-
-def _check_fork(url: str) -> None:
-    """TensorStore hangs in a forked child whose parent has used it."""
-    global _first_pid
-    _first_pid = _first_pid or os.getpid()
-    if _first_pid != os.getpid():
-        raise StorageError(
-            f"cannot open {url}: this process was forked from one that reads with TensorStore, "
-            "expected a fresh one.",
-            hint="Start worker processes with the method 'forkserver' or 'spawn'.",
-            url=url,
-        )
+        if self._through_tensorstore is None:
+            self._through_tensorstore = TensorStoreReader(self._files)
+        return self._through_tensorstore

@@ -18,8 +18,9 @@ from ucpstore.io.base import Files
 from ucpstore.layout.region import Region
 from ucpstore.store.arrays import ArraySpec
 from ucpstore.store.documents import FORMAT, ROOT, RootAttributes, load_json, root_attributes
-from ucpstore.store.hierarchy import Place, read_hierarchy
+from ucpstore.store.hierarchy import Place, check_root, read_hierarchy
 from ucpstore.store.protocol import current_claim, read_root
+from ucpstore.store.reading import ArrayReader
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -48,6 +49,8 @@ class StoreSource:
         Something else is at the URL.
     FormatVersionError
         Written by an unknown major version.
+    IntegrityError
+        The root document is damaged.
     """
 
     format = FORMAT
@@ -57,24 +60,29 @@ class StoreSource:
         self.is_local = files.is_local
         self._files = files
         self.attributes, root = _open_root(files)
+        check_root(root, f"{files.url}/{ROOT}")
         hierarchy = read_hierarchy(root, f"{files.url}/{ROOT}")
         self.parameters = hierarchy.parameters
         self.common = hierarchy.common
-        self.parallelism: Mapping[str, Any] = self.attributes.source.get("parallelism", {})
+        parallelism = self.attributes.source.get("parallelism")
+        self.parallelism: Mapping[str, Any] = parallelism if isinstance(parallelism, dict) else {}
         self.warnings: Sequence[str] = ()
         self._metadata = hierarchy.metadata
         self._places = hierarchy.places
-        # Loads TensorStore, which detecting a format need not.
-        from ucpstore.store.reading import ArrayReader
-
+        self._root: list[SourceFile] | None = None
         self._reader = ArrayReader(files, hierarchy.metadata)
 
     def __repr__(self) -> str:
         return f"<StoreSource {self.url!r}: {len(self.parameters)} parameters>"
 
     def files(self) -> Sequence[SourceFile]:
-        """The root document: it names and digests everything else, and is never overwritten."""
-        return self.current_files()
+        """The root document: it names and digests everything else, and is never overwritten.
+
+        Looked at once, so that a checkpoint that was deleted and made anew is seen to have changed.
+        """
+        if self._root is None:
+            self._root = list(self.current_files())
+        return self._root
 
     def current_files(self) -> Sequence[SourceFile]:
         stat = self._files.stat(ROOT)

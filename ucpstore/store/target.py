@@ -26,6 +26,7 @@ from ucpstore.store.documents import ROOT, VERSION, RootAttributes, encode
 from ucpstore.store.encoder import encode_object, encoder_memory
 from ucpstore.store.hierarchy import COMMON, PARAMS, child_documents, root_document
 from ucpstore.store.protocol import CommitLog
+from ucpstore.store.reading import ArrayReader
 
 __all__ = ["ZarrTarget"]
 
@@ -122,6 +123,10 @@ class ZarrTarget:
         largest = max((a.object_nbytes(0) for a in self._arrays if a.num_objects), default=0)
         return buffers + _PUT_COPIES * largest
 
+    def stored_nbytes(self) -> int:
+        """Bytes of the objects that are at the destination, of any attempt."""
+        return sum(stat.nbytes for stat in self._objects().values())
+
     # -------------------------------------------------------------- protocol
 
     def begin(self, digest: str) -> bool:
@@ -189,9 +194,12 @@ class ZarrTarget:
         if self._log.committed():
             return
         objects = self._objects()
-        digests = self._check_objects(records, objects)
+        self._check_objects(records, objects)
         self._log.seal()
         self._sweep(objects)
+        # Again: until its unfinished file was swept, a writer of an abandoned plan that slept through
+        # the fence could still put it in place of an object.
+        digests = self._check_objects(records, self._objects())
         children = list(
             child_documents(self._arrays, self._parameters, self._common, digests=digests)
         )
@@ -265,8 +273,6 @@ class ZarrTarget:
             return False
         if record.token == stat.token:
             return True
-        from ucpstore.store.reading import ArrayReader  # TensorStore: only this rare check needs it
-
         array, index = self._locate(task.index)
         try:
             return ArrayReader(self._files).digest_object(array, index) == record.digest

@@ -13,10 +13,11 @@ from typing import Any
 
 import tensorstore as ts
 
-from ucpstore.errors import IntegrityError, Kind, LayoutError, StorageError, UcpStoreError, listing
+from ucpstore.errors import Kind, LayoutError, StorageError, UcpStoreError
 from ucpstore.io.base import Files
 from ucpstore.io.kvstore import kvstore_spec
 from ucpstore.io.urls import parse_url
+from ucpstore.store.damage import damaged_objects, locate, lost_objects
 
 __all__ = ["array_spec", "folder_spec", "make_context", "translate", "translated"]
 
@@ -39,8 +40,9 @@ _DAMAGED = frozenset({"DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT"})
 def make_context() -> ts.Context:
     """Shared resources of a source's arrays.
 
-    Nothing is cached: every stored chunk is read once, into the caller's array. Local files are mapped,
-    which saves a copy; committed objects never change, so that no mapping shrinks under a reader.
+    Nothing is cached: every stored chunk is read once, into the caller's array. Local files are mapped
+    for those who read them with TensorStore themselves, which saves a copy; committed objects never
+    change, so that no mapping shrinks under a reader.
     """
     return ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_mode": {"mode": "memmap"}})
 
@@ -93,22 +95,11 @@ def translate(
     status = match.group(1) if match else ""
     detail = text.removeprefix(f"{status}: ").partition(" [")[0]
     named = [key for key in keys if key + '"' in text or key + "'" in text] or list(keys)
-    where = f"{what}, stored in {listing(named)}" if named else what
     if status == "NOT_FOUND":
-        return IntegrityError(
-            f"{where}: the object is lost, expected it to be there ({detail}).",
-            kind=Kind.LOST_OBJECT,
-            hint="Restore it from a copy of the checkpoint, or convert the source again.",
-            objects=named,
-            **context,
-        )
+        return lost_objects(what, named, detail, **context)
     if status in _DAMAGED or isinstance(error, OverflowError):
-        return IntegrityError(
-            f"{where}: the stored bytes are damaged ({detail}).",
-            hint="Restore the object from a copy of the checkpoint, or convert the source again.",
-            objects=named,
-            **context,
-        )
+        return damaged_objects(what, named, detail, **context)
+    where = locate(what, named)
     if status == "OUT_OF_RANGE":
         return LayoutError(f"{where}: {detail}.", **context)
     if status in _REFUSED:

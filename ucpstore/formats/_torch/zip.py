@@ -8,7 +8,7 @@ extra field ``FB`` that pads the content to a multiple of the alignment, 64 unle
 The central directory gives each record's size and the position of its local header, but not where the
 content starts, since only the local header knows the length of its own extra field:
 
-- Local files: the 30 bytes of each needed local header are read and must agree with the directory.
+- Local files: each needed local header is read, 30 bytes and the name, and must agree with the directory.
 - Remote files: one request per record would be slow, so the position is computed in two ways, forwards by the
   writer's padding rule (``getPadding``) and backwards from the next record's header minus size and data
   descriptor. Where both agree the position is certain. Where they do not (another writer, other
@@ -72,7 +72,7 @@ class ZipRecord:
 
 
 class ZipIndex:
-    """The records of one archive.
+    """The records of one archive; ``folder`` is the one that all of them lie in.
 
     Raises
     ------
@@ -85,6 +85,7 @@ class ZipIndex:
     def __init__(self, ranges: FileRanges) -> None:
         self._ranges = ranges
         self._name = ranges.stat.name
+        self.folder = ""
         self.records = self._index()
 
     def _index(self) -> dict[str, ZipRecord]:
@@ -99,6 +100,7 @@ class ZipIndex:
             raise self._corrupt(
                 "it has no record 'data.pkl', expected an archive written by torch.save"
             )
+        self.folder = folder.rstrip("/")
         records: dict[str, ZipRecord] = {}
         ends = [info.header_offset for info in infos[1:]] + [directory]
         for info, end in zip(infos, ends, strict=True):
@@ -182,13 +184,15 @@ class ZipIndex:
             position = _computed_position(record)
             if position is not None:
                 return position
-        return self._check_header(record, self._ranges.read(record.header, _LOCAL_HEADER.size))
+        nbytes = _LOCAL_HEADER.size + len(record.raw_name)
+        return self._check_header(record, self._ranges.read(record.header, nbytes))
 
     def _check_header(self, record: ZipRecord, header: bytes) -> int:
         fields = _LOCAL_HEADER.unpack(header[: _LOCAL_HEADER.size])
         signature, name_nbytes, extra_nbytes = fields[0], fields[-2], fields[-1]
         position: int = record.header + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
-        if signature != b"PK\x03\x04" or fields[3] != 0 or name_nbytes != len(record.raw_name):
+        name = header[_LOCAL_HEADER.size : _LOCAL_HEADER.size + name_nbytes]
+        if signature != b"PK\x03\x04" or fields[3] != 0 or name != record.raw_name:
             raise self._corrupt(
                 f"the local header of {record.name[:100]!r} at byte {record.header} does not agree with "
                 "the central directory"
@@ -213,9 +217,8 @@ class ZipIndex:
             raise self._corrupt(f"the record {name!r} is larger than {limit} bytes")
         data = self._ranges.read(record.header, record.end - record.header)
         start = self._check_header(record, data) - record.header
-        header_name = data[_LOCAL_HEADER.size : _LOCAL_HEADER.size + len(record.raw_name)]
         content = data[start : start + record.nbytes]
-        if header_name != record.raw_name or record.crc not in (0, zlib.crc32(content)):
+        if record.crc not in (0, zlib.crc32(content)):
             raise self._corrupt(f"the checksum of the record {name!r} does not match its content")
         return content
 

@@ -11,7 +11,13 @@ from ucpstore.errors import CorruptSourceError, Kind, UnsupportedSourceError, li
 from ucpstore.formats.deepspeed.autotp import Merged, TensorParallel
 from ucpstore.formats.deepspeed.module import Census, Model, is_placeholder
 from ucpstore.formats.deepspeed.shards import Shard
-from ucpstore.formats.deepspeed.states import MASTER, UnitState, collect_unit, name_and_role
+from ucpstore.formats.deepspeed.states import (
+    MASTER,
+    UnitState,
+    collect_unit,
+    name_and_role,
+    unit_words,
+)
 from ucpstore.formats.deepspeed.units import Unit
 from ucpstore.formats.torchfile import TensorRef
 from ucpstore.layout.coverage import require_covered
@@ -66,6 +72,7 @@ class Assembly:
         ----------
         units, shards : per model-parallel rank
         """
+        held: list[tuple[str, frozenset[str]]] = []
         slots = list(accumulate((len(group) for group in shards), initial=0))
         names = [shard.name for group in shards for shard in group]
         for index, per_rank in enumerate(zip(*units, strict=True)):
@@ -76,11 +83,23 @@ class Assembly:
                 )
             states = collect_unit(index, list(zip(per_rank, shards, strict=True)), self._file_of)
             self.stepped = self.stepped or len(states) > 1
+            held.append((unit_words(index, per_rank[0]), frozenset(states)))
             children = [unit.geometries(slot) for unit, slot in zip(per_rank, slots, strict=False)]
             for entries in zip(*children, strict=True):
                 fqn = entries[0][0]
                 merged = self._tp.merge(fqn, [geometry for _, geometry in entries])
                 self._add_states(fqn, merged, states, names)
+        self._report_less(held)
+
+    def _report_less(self, held: Sequence[tuple[str, frozenset[str]]]) -> None:
+        """Warn of units that have some of another's states and lack others."""
+        for words, states in held:
+            more = max((other for _, other in held if other > states), key=len, default=states)
+            if more - states:
+                self.warnings.append(
+                    f"the optimizer has no {listing(sorted(more - states))} of {words}, but of other parameters: it"
+                    " never stepped these, or the files are incomplete."
+                )
 
     def _add_states(
         self, fqn: str, merged: Merged, states: Mapping[str, UnitState], files: Sequence[str]
@@ -135,8 +154,9 @@ class Assembly:
         degree = 1 + max(mp for mp, _ in models)
         first = models[0, 0]
         for fqn in self._census.frozen:
-            if fqn not in first.fragments:
+            if not any(fqn in model.fragments for model in models.values()):
                 continue
+            _fragment(first, fqn)
             if stage == 3:
                 children: list[Geometry] = []
                 used: list[tuple[Model, TensorRef]] = []

@@ -16,6 +16,7 @@ from typing import Any
 
 from ucpstore.errors import CorruptSourceError, Kind, PatternError, UnsupportedSourceError
 from ucpstore.formats.deepspeed.checks import integer, integers, mapping_of, sequence_of
+from ucpstore.layout.coverage import uncovered
 from ucpstore.layout.geometry import Block, Blocks, Concat, Copies, Geometry, Part
 from ucpstore.layout.region import Region, row_major_strides
 
@@ -113,11 +114,12 @@ class TensorParallel:
         UnsupportedSourceError
             The rule cannot be followed exactly (scaled pieces, layouts that DeepSpeed itself refuses).
         """
-        if self._degree == 1:
-            return self._strip_vocabulary(fqn, Merged(children[0], ""))
         pattern = self._by_map.match(fqn)
         if pattern is not None:
-            return _from_affine(fqn, self._maps[pattern], children)
+            merged = _from_affine(fqn, self._maps[pattern], children)
+            return merged if self._degree > 1 else Merged(merged.geometry, "")
+        if self._degree == 1:
+            return self._strip_vocabulary(fqn, Merged(children[0], ""))
         refused = self._refused.match(fqn)
         if refused is not None:
             reason = mapping_of(self._info["autotp_unsupported_parameter_patterns"], "patterns")[
@@ -380,7 +382,9 @@ def _from_affine(fqn: str, entry: object, children: Sequence[Geometry]) -> Merge
                 f"the {what} says that rank {rank} holds {list(local)}, but it holds {list(child.shape)}.",
                 fqn=fqn,
             )
-        for source, dest in _pieces(what, value, shape, local):
+        pieces = list(_pieces(what, value, shape, local))
+        _require_tiled(what, rank, [dest for _, dest in pieces], local)
+        for source, dest in pieces:
             if dest == Region.full(local):
                 whole.append(source)
             holders.setdefault(source, []).append(_window(child, dest))
@@ -394,6 +398,19 @@ def _from_affine(fqn: str, entry: object, children: Sequence[Geometry]) -> Merge
     if dim is not None and len(whole) == len(blocks) == len(children):
         return _concat(fqn, dim, children)
     return Merged(Blocks(shape, tuple(blocks)), "blocks")
+
+
+def _require_tiled(what: str, rank: int, boxes: Sequence[Region], local: tuple[int, ...]) -> None:
+    """Every element of the shard must be in exactly one piece, as `ParamAffineMap.validate` demands."""
+    full = Region.full(local)
+    total = sum(box.volume for box in boxes)
+    holes = uncovered(full, boxes) if total == full.volume else []
+    if total != full.volume or holes:
+        where = f"{holes[0]} is in none and another box in two" if holes else f"they hold {total}"
+        raise PatternError(
+            f"the {what} should place each of the {full.volume} elements of rank {rank} in one piece, but {where}.",
+            kind=Kind.OVERLAP if holes or total > full.volume else Kind.GAP,
+        )
 
 
 def _pieces(

@@ -7,7 +7,7 @@ from typing import Any
 
 from ucpstore.errors import CorruptSourceError
 
-__all__ = ["integer", "integers", "mapping_of", "sequence_of"]
+__all__ = ["integer", "integers", "mapping_of", "named", "sequence_of"]
 
 
 def mapping_of(value: object, what: str) -> Mapping[Any, Any]:
@@ -21,6 +21,29 @@ def mapping_of(value: object, what: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         raise CorruptSourceError(f"{what}: found {_kind(value)}, expected a dict.")
     return value
+
+
+def named(value: object, what: str) -> Mapping[str, Any]:
+    """``value`` as a mapping whose keys are names: texts that UTF-8 can write.
+
+    Raises
+    ------
+    CorruptSourceError
+    """
+    found = mapping_of(value, what)
+    for key in found:
+        if not isinstance(key, str) or not key or not _is_unicode(key):
+            raise CorruptSourceError(f"{what}: found the name {key!r:.60}, expected a text.")
+    return found
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether there are no lone surrogates, which no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def sequence_of(value: object, what: str, *, length: int | None = None) -> Sequence[Any]:

@@ -25,7 +25,7 @@ from ucpstore.errors import (
 )
 from ucpstore.io.base import Files, FileStat, check_name
 
-__all__ = ["Grid", "RankFiles", "detect", "discover", "require_ranks"]
+__all__ = ["Grid", "RankFiles", "detect", "discover", "rank_of", "require_ranks"]
 
 LATEST = "latest"
 
@@ -49,6 +49,9 @@ _MOST_RANKS = 1 << 20
 
 _LATEST_LIMIT = 4096
 """Bytes of ``latest`` that are read at most; it holds one tag."""
+
+_LONGEST_NAME = 255
+"""Bytes of a file's name, on the usual file systems."""
 
 Grid: TypeAlias = Mapping[tuple[int, int], FileStat]
 """Files of one kind by (mp rank, dp rank)."""
@@ -201,7 +204,7 @@ def require_ranks(found: RankFiles, *, mp: int, dp: int) -> None:
 def _locate(files: Files, tag: str | None) -> tuple[str, str]:
     """Folder below the URL and tag."""
     if tag is not None:
-        check_name(tag)
+        tag = check_name(tag.rstrip("/"))
         if files.list(tag, recursive=False):
             return tag, tag
         if _own_tag(files.url) == tag and _has_rank_files(files, ""):
@@ -239,11 +242,22 @@ def _read_latest(files: Files) -> str:
     except UnicodeDecodeError:
         tag = ""
     plain = tag and not tag.startswith("/") and not {"", ".", ".."} & set(tag.split("/"))
+    plain = plain and max(len(part.encode()) for part in tag.split("/")) <= _LONGEST_NAME
     if len(data) > _LATEST_LIMIT or not plain or "\\" in tag or not tag.isprintable():
         raise CorruptSourceError(
             f"{files.url}/{LATEST}: found {data[:40]!r}, expected the name of a checkpoint folder."
         )
     return tag
+
+
+def rank_of(name: str) -> tuple[str, int, int] | None:
+    """Kind of a rank file, mp rank and dp rank, as its name says; ``None`` for other files."""
+    name = _base(name)
+    for kind, pattern in (("optimizer", _OPTIM), ("model", _MODEL), ("model", _MODEL3)):
+        match = pattern.fullmatch(name)
+        if match:
+            return kind, int(match["mp"]), int(match.groupdict().get("dp") or 0)
+    return None
 
 
 def _tags(files: Files) -> list[str]:

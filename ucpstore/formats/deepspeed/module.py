@@ -6,12 +6,12 @@ placeholders of shape ``(0,)`` (older versions: ``(1,)``) where the parameters w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ucpstore.errors import CorruptSourceError, Kind, UnsupportedSourceError, listing
-from ucpstore.formats.deepspeed.checks import integers, mapping_of, sequence_of
+from ucpstore.formats.deepspeed.checks import integers, mapping_of, named, sequence_of
 from ucpstore.formats.deepspeed.units import Shapes, read_shapes
 from ucpstore.formats.torchfile import TensorRef, TorchFile
 
@@ -136,10 +136,20 @@ def read_model(file: TorchFile) -> Model:
         raise UnsupportedSourceError(
             f"{name}: no param_shapes: checkpoints of ZeRO stage 0 are not supported yet."
         )
-    module = mapping_of(root["module"], f"{name}: module")
+    module = named(root["module"], f"{name}: module")
     frozen = root.get("frozen_param_shapes")
     what = f"{name}: frozen_param_shapes"
-    fragments = root.get("frozen_param_fragments") or {}
+    fragments = mapping_of(
+        root.get("frozen_param_fragments") or {}, f"{name}: frozen_param_fragments"
+    )
+    unknown = [key for key in fragments if not isinstance(frozen, Mapping) or key not in frozen]
+    if unknown:
+        raise CorruptSourceError(
+            f"{name}: frozen_param_fragments holds {listing(map(repr, unknown), cap=3)}, expected only names of"
+            " frozen_param_shapes.",
+            kind=Kind.MISSING_KEY,
+        )
+    shared = named(root.get("shared_params") or {}, f"{name}: shared_params")
     return Model(
         name=name,
         big_endian=file.big_endian,
@@ -147,15 +157,22 @@ def read_model(file: TorchFile) -> Model:
         extras={key: value for key, value in module.items() if not isinstance(value, TensorRef)},
         shapes=read_shapes(root["param_shapes"], f"{name}: param_shapes"),
         buffer_names=frozenset(
-            sequence_of(root.get("buffer_names") or [], f"{name}: buffer_names")
+            _texts(sequence_of(root.get("buffer_names") or [], f"{name}: buffer_names"), name)
         ),
         frozen_shapes=None
         if frozen is None
-        else {key: integers(shape, what) for key, shape in mapping_of(frozen, what).items()},
-        fragments=mapping_of(fragments, f"{name}: frozen_param_fragments"),
-        shared=mapping_of(root.get("shared_params") or {}, f"{name}: shared_params"),
+        else {key: integers(shape, what) for key, shape in named(frozen, what).items()},
+        fragments=fragments,
+        shared=dict(zip(shared, _texts(shared.values(), f"{name}: shared_params"), strict=True)),
         rest={key: value for key, value in root.items() if key not in _USED},
     )
+
+
+def _texts(values: Iterable[object], what: str) -> Iterator[str]:
+    for value in values:
+        if not isinstance(value, str):
+            raise CorruptSourceError(f"{what}: found the name {value!r:.60}, expected a text.")
+        yield value
 
 
 @dataclass(slots=True)
@@ -207,6 +224,7 @@ def take_census(model: Model, stage: int) -> Census:
             census.frozen[name] = ref.shape
         else:
             census.buffers[name] = "neither a parameter nor a buffer of the module"
+    _report_absent(model, census, stage)
     if lost:
         census.warnings.append(
             f"{model.name} has only ZeRO-3 placeholders for {len(lost)} parameters that no optimizer file holds"
@@ -225,6 +243,28 @@ def take_census(model: Model, stage: int) -> Census:
     return census
 
 
+def _report_absent(model: Model, census: Census, stage: int) -> None:
+    """Warn of what should be in ``module`` and is not."""
+    absent = sorted(model.buffer_names.difference(model.module, model.extras, census.aliases))
+    if absent:
+        census.warnings.append(
+            f"{model.name}: 'module' lacks {len(absent)} of the buffers that buffer_names lists"
+            f" ({listing(absent, cap=3)}); their values were not saved."
+        )
+    weights = [name for name in model.trainable if name not in model.module]
+    if weights and stage < 3:
+        census.warnings.append(
+            f"{model.name}: 'module' lacks {len(weights)} trainable parameters ({listing(weights, cap=3)}); they have"
+            " master weights only."
+        )
+    frozen = [n for n in census.frozen if n not in model.module and n not in model.fragments]
+    if frozen:
+        census.warnings.append(
+            f"{model.name}: the values of {len(frozen)} frozen parameters ({listing(frozen, cap=3)}) were not saved;"
+            " they are left out."
+        )
+
+
 def _add_recorded_aliases(model: Model, known: Shapes, census: Census) -> None:
     """Aliases of ``shared_params``, unless they contradict the rest of the file.
 
@@ -241,14 +281,30 @@ def _add_recorded_aliases(model: Model, known: Shapes, census: Census) -> None:
             wrong.setdefault(origin, []).append(alias)
         else:
             plausible[alias] = first
+    apart = []
     for alias, first in plausible.items():
-        if first not in wrong:
-            census.aliases[alias] = first
+        if first in wrong:
+            continue
+        census.aliases[alias] = first
+        if _are_apart(model.module.get(alias), model.module.get(first)):
+            apart.append(alias)
+    if apart:
+        census.warnings.append(
+            f"{model.name}: {listing(map(repr, apart), cap=3)} is another name of a parameter by shared_params, but"
+            " 'module' holds two tensors; the one with the further name is not read."
+        )
     for origin, names in wrong.items():
         census.warnings.append(
             f"{model.name}: shared_params says that {listing(map(repr, names), cap=3)} are other names of"
             f" {origin!r}, but shapes or param_shapes contradict it; entries with that origin were ignored."
         )
+
+
+def _are_apart(one: TensorRef | None, other: TensorRef | None) -> bool:
+    """Whether two tensors with values lie in different places of the file."""
+    if one is None or other is None or one.shape != other.shape or not one.numel:
+        return False
+    return (one.storage, one.start) != (other.storage, other.start)
 
 
 def _fits(model: Model, alias: str, first: str, known: Shapes) -> bool:

@@ -16,6 +16,14 @@ from ucpstore.errors import (
     listing,
 )
 from ucpstore.formats.deepspeed import files as rank_files
+from ucpstore.formats.deepspeed.agreement import (
+    compare_steps,
+    read_steps,
+    require_one_config,
+    require_one_run,
+    require_one_save,
+    require_own_rank,
+)
 from ucpstore.formats.deepspeed.assemble import Assembly
 from ucpstore.formats.deepspeed.autotp import TensorParallel
 from ucpstore.formats.deepspeed.common import collect_common
@@ -109,6 +117,7 @@ class _Opening:
             ranks.units[0],
             file_of=self._file_of,
         )
+        self._warnings += compare_steps(common.document["steps"], first)
         return PieceSource(
             format=DeepSpeedFormat.name,
             files=self._files,
@@ -129,15 +138,19 @@ class _Opening:
             model,
             *self._map(lambda mp: self._model(found.models[mp, 0]), range(1, found.mp)),
         ]
+        for other in models[1:]:
+            require_one_run(model, other, same_shapes=False)
         if not found.optims:
             raise _without_optimizer(found, model)
         first = self._shard(found.optims[0, 0])
+        require_one_config(model.name, model.rest, first.name, first.root)
         dp = max(first.counts, default=1)
         rank_files.require_ranks(found, mp=found.mp, dp=dp)
         if found.dp > dp:
             self._left_over(dp, found.dp, "data-parallel")
         others = [(mp, d) for mp in range(found.mp) for d in range(dp)][1:]
-        rest = self._map(lambda rank: self._shard(found.optims[rank], first), others)
+        steps = read_steps(self._files, first)
+        rest = self._map(lambda rank: self._shard_like(first, steps, found.optims[rank]), others)
         flat = [first, *rest]
         shards = [flat[mp * dp : (mp + 1) * dp] for mp in range(found.mp)]
         for shard in rest:
@@ -163,16 +176,16 @@ class _Opening:
         """Model files whose values may differ by rank.
 
         At stage 3 every data-parallel rank has one; those beyond the first are only read where they
-        hold parts of frozen parameters or the client's state.
+        hold parts of frozen parameters or the client's state, and one of them to compare.
         """
         models = {(mp, 0): model for mp, model in enumerate(ranks.models)}
+        dp = len(ranks.shards[0])
+        keys = [(mp, d) for mp in range(self._found.mp) for d in range(1, dp)]
         if self._found.partitioned and (needed or ranks.models[0].client):
-            dp = len(ranks.shards[0])
-            keys = [(mp, d) for mp in range(self._found.mp) for d in range(1, dp)]
-            read = self._map(
-                lambda rank: self._model(self._found.models[rank]).without_module(), keys
-            )
+            read = self._map(lambda rank: self._model_like(ranks.models[rank[0]], rank), keys)
             models.update(zip(keys, read, strict=True))
+        elif self._found.partitioned and keys:  # one witness that the first file is no stray
+            self._model_like(ranks.models[keys[-1][0]], keys[-1])
         for model in models.values():
             self._file_of(model.name)
         return dict(sorted(models.items()))
@@ -196,6 +209,12 @@ class _Opening:
                 "ZenFlow was on: DeepSpeed does not save the states of its selective optimizer."
             )
         world = model.rest.get("mp_world_size")
+        tensor = dimensions.get("tp_degree") if isinstance(dimensions, Mapping) else None
+        if isinstance(tensor, int) and isinstance(world, int) and tensor != world:
+            raise CorruptSourceError(
+                f"{model.name}: mp_world_size is {world}, but tp_degree of checkpoint_parallel_dimensions is"
+                f" {tensor}, expected the same without pipeline stages."
+            )
         if not isinstance(world, int) or world < 1 or world == self._found.mp:
             return
         if world > self._found.mp:
@@ -221,10 +240,22 @@ class _Opening:
         }
 
     def _model(self, stat: FileStat) -> Model:
-        return read_model(index(self._files, stat.name))
+        return read_model(require_own_rank(index(self._files, stat.name)))
+
+    def _model_like(self, first: Model, rank: tuple[int, int]) -> Model:
+        """Another data-parallel rank's model file, without what it has in common with the first."""
+        model = self._model(self._found.models[rank])
+        require_one_run(first, model, same_shapes=True)
+        return model.without_module()
 
     def _shard(self, stat: FileStat, like: Shard | None = None) -> Shard:
-        return read_shard(index(self._files, stat.name), like=like)
+        return read_shard(require_own_rank(index(self._files, stat.name)), like=like)
+
+    def _shard_like(self, first: Shard, steps: Mapping[int, Any], stat: FileStat) -> Shard:
+        """Another rank's optimizer file, of the same save as the first."""
+        shard = self._shard(stat, first)
+        require_one_save(first, shard, like=steps, steps=read_steps(self._files, shard))
+        return shard
 
     def _map(self, function: Callable[[Any], _T], items: Sequence[Any]) -> list[_T]:
         """Run over independent files in threads; the first error in order of the items is raised."""

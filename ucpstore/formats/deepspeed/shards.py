@@ -67,6 +67,8 @@ class Shard:
         ``universal_checkpoint_info``.
     rest : dict
         All other entries: loss scaler, clipping, ...
+    root : mapping
+        What lies beside the optimizer's state dict: ``ds_config`` and ``ds_version``.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Shard:
     mappings: tuple[Mapping[str, tuple[int, int]], ...] | None
     patterns: Mapping[str, Any] | None
     rest: Mapping[str, Any]
+    root: Mapping[str, Any]
 
 
 def read_shard(file: TorchFile, *, like: Shard | None = None) -> Shard:
@@ -109,7 +112,7 @@ def read_shard(file: TorchFile, *, like: Shard | None = None) -> Shard:
             f"{name}: AutoEP checkpoints (ds_zero_partition_groups) are not supported yet."
         )
     if _MASTERS3 in body:
-        return _read_stage3(file, body)
+        return _read_stage3(file, body, like)
     if _MASTERS in body:
         return _read_stage12(file, body, like)
     raise UnsupportedSourceError(
@@ -125,6 +128,10 @@ def _read_stage12(file: TorchFile, body: Mapping[str, Any], like: Shard | None) 
     units = len(masters)
     # BF16_Optimizer writes neither a stage nor a loss scaler; it is a stage-1 optimizer.
     stage = integer(body.get("zero_stage", 1), f"{name}: zero_stage")
+    if stage not in (1, 2):
+        raise CorruptSourceError(
+            f"{name}: zero_stage is {stage}, but {_MASTERS} is a key of stages 1 and 2."
+        )
     bf16_optimizer = "zero_stage" not in body and "loss_scaler" not in body
     base = body.get("base_optimizer_state")
     groups: tuple[Mapping[str, Any], ...] | None = None
@@ -141,6 +148,8 @@ def _read_stage12(file: TorchFile, body: Mapping[str, Any], like: Shard | None) 
         state = mapping_of(base.get("state"), f"{name}: state")
         # torch numbers the parameters through all groups; here every group has exactly one
         indices = [_one_unit(group, name) for group in groups]
+        _require_in_order(indices, name)
+        _require_owned(state, indices, name)
         per_unit = [mapping_of(state.get(index, {}), f"{name}: state") for index in indices]
     if len(per_unit) != units:
         raise CorruptSourceError(
@@ -167,22 +176,28 @@ def _read_stage12(file: TorchFile, body: Mapping[str, Any], like: Shard | None) 
         pads=pads,
         mappings=None if mappings is None else _mappings(mappings, name, units),
         patterns=body.get("universal_checkpoint_info"),
-        rest=_rest(body),
+        rest={**_rest(body), **_beside(body.get("base_optimizer_state"))},
+        root=_root(file, like),
     )
 
 
-def _read_stage3(file: TorchFile, body: Mapping[str, Any]) -> Shard:
+def _read_stage3(file: TorchFile, body: Mapping[str, Any], like: Shard | None) -> Shard:
     name = file.stat.name
     masters = _masters(body[_MASTERS3], name)
     base = mapping_of(body.get("optimizer_state_dict"), f"{name}: optimizer_state_dict")
     groups = _groups(base, name)
     state = mapping_of(base.get("state"), f"{name}: state")
+    _require_owned(state, range(len(masters)), name)
     per_unit = [mapping_of(state.get(unit, {}), f"{name}: state") for unit in range(len(masters))]
     states, scalars = _split(per_unit, name)
     group_units = tuple(integers(group.get("params"), f"{name}: params") for group in groups)
-    if sorted(unit for units in group_units for unit in units) != list(range(len(masters))):
+    if [unit for units in group_units for unit in units] != list(range(len(masters))):
         raise CorruptSourceError(
-            f"{name}: the groups hold the sub-groups {group_units}, expected each of {len(masters)} once."
+            f"{name}: the groups hold the sub-groups {group_units!r:.80}, expected 0 to {len(masters) - 1} in order."
+        )
+    if body.get("zero_stage", 3) != 3:
+        raise CorruptSourceError(
+            f"{name}: zero_stage is {body['zero_stage']!r:.40}, but {_MASTERS3} is a key of stage 3."
         )
     return Shard(
         name=name,
@@ -198,13 +213,18 @@ def _read_stage3(file: TorchFile, body: Mapping[str, Any]) -> Shard:
         pads=None,
         mappings=None,
         patterns=body.get("universal_checkpoint_info"),
-        rest=_rest(body),
+        rest={**_rest(body), **_beside(base)},
+        root=_root(file, like),
     )
 
 
 def _masters(value: object, name: str) -> tuple[TensorRef, ...]:
     what = f"{name}: flat master weights"
-    return tuple(_flat(item, what) for item in sequence_of(value, what))
+    masters = tuple(_flat(item, what) for item in sequence_of(value, what))
+    for ref in masters:
+        if "float" not in ref.dtype:
+            raise CorruptSourceError(f"{what}: found elements of {ref.dtype}, expected floats.")
+    return masters
 
 
 def _groups(base: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], ...]:
@@ -215,6 +235,37 @@ def _groups(base: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], ...]
 def _one_unit(group: Mapping[str, Any], name: str) -> int:
     params = sequence_of(group.get("params"), f"{name}: params of a group", length=1)
     return integer(params[0], f"{name}: params of a group")
+
+
+def _require_in_order(indices: Sequence[int], name: str) -> None:
+    """Parameters are numbered from 0 through all groups; very old versions by address."""
+    count = len(indices)
+    numbered = all(0 <= index < count for index in indices)
+    if len(set(indices)) < count or (numbered and list(indices) != list(range(count))):
+        raise CorruptSourceError(
+            f"{name}: the groups hold the flat parameters {list(indices)!r:.80}, expected 0 to {count - 1} in order."
+        )
+
+
+def _require_owned(state: Mapping[Any, Any], indices: Sequence[int], name: str) -> None:
+    """Every numbered entry of the optimizer's state must belong to a group."""
+    others = [key for key in state if isinstance(key, int) and key not in indices]
+    if others:
+        raise CorruptSourceError(
+            f"{name}: the optimizer has a state for the flat parameters {others!r:.80}, which are in no group:"
+            f" expected {list(indices)!r:.80}."
+        )
+
+
+def _beside(base: object) -> dict[str, Any]:
+    """What an optimizer's state dict holds besides the states and groups of torch, if anything."""
+    if not isinstance(base, Mapping):
+        return {}
+    found = {key: value for key, value in base.items() if key not in ("state", "param_groups")}
+    state = base.get("state")
+    if isinstance(state, Mapping):
+        found.update((key, value) for key, value in state.items() if not isinstance(key, int))
+    return {"state_dict": found} if found else {}
 
 
 def _split(
@@ -274,6 +325,11 @@ def _mappings(value: object, name: str, units: int) -> tuple[Mapping[str, tuple[
             entries[fqn] = (integer(fields.get("start"), what), integer(fields.get("numel"), what))
         found.append(entries)
     return tuple(found)
+
+
+def _root(file: TorchFile, like: Shard | None) -> Mapping[str, Any]:
+    root = {key: file.root.get(key) for key in ("ds_config", "ds_version")}
+    return like.root if like is not None and root == like.root else root
 
 
 def _rest(body: Mapping[str, Any]) -> dict[str, Any]:

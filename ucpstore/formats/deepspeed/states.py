@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ucpstore.contracts import Role
 from ucpstore.errors import (
@@ -18,9 +20,12 @@ from ucpstore.formats.deepspeed.units import GroupUnit, Unit
 from ucpstore.formats.torchfile import TensorRef
 from ucpstore.pieces import Buffer
 
-__all__ = ["UnitState", "collect_unit", "compare_mappings", "name_and_role"]
+__all__ = ["UnitState", "collect_unit", "compare_mappings", "name_and_role", "unit_words"]
 
 MASTER = "fp32"
+
+_Slices: TypeAlias = Mapping[str, tuple[int, int]]
+"""Name -> start in a rank's partition and number of elements."""
 
 _NAMES = {
     "exp_avg": ("adam_m", Role.FIRST_MOMENT),
@@ -112,7 +117,7 @@ def _collect(
             kind = kind or (ref.dtype, shard.big_endian)
             if kind != (ref.dtype, shard.big_endian):
                 raise UnsupportedSourceError(
-                    f"{shard.name}: {state} of {_words(index, unit)} has elements of {ref.dtype}, other ranks have"
+                    f"{shard.name}: {state} of {unit_words(index, unit)} has elements of {ref.dtype}, other ranks have"
                     f" {kind[0]} (or another byte order)."
                 )
             buffers.append(Buffer(file, ref.offset, ref.nbytes))
@@ -131,8 +136,8 @@ def _check_length(
     wanted = " or ".join(str(n) for n in sorted(set(expected), reverse=True))
     kind = CorruptSourceError if state == MASTER else UnsupportedSourceError
     raise kind(
-        f"{shard.name}: {state} of {_words(index, unit)} has {ref.numel} elements, expected {wanted}: it is not laid"
-        " out like the master weights.",
+        f"{shard.name}: {state} of {unit_words(index, unit)} has {ref.numel} elements, expected {wanted}: it is not"
+        " laid out like the master weights.",
         kind=Kind.SHAPE,
         state=state,
         rank=rank,
@@ -141,37 +146,43 @@ def _check_length(
 
 def _lacks(shard: Shard, index: int, state: str, unit: Unit) -> IncompleteSourceError:
     return IncompleteSourceError(
-        f"{shard.name}: optimizer state {state!r} of {_words(index, unit)} is missing; other ranks have it.",
+        f"{shard.name}: optimizer state {state!r} of {unit_words(index, unit)} is missing; other ranks have it.",
         kind=Kind.MISSING_KEY,
         state=state,
     )
 
 
-def _words(index: int, unit: Unit) -> str:
+def unit_words(index: int, unit: Unit) -> str:
+    """What to call a unit in messages: its kind, number and first parameters."""
     what = "group" if isinstance(unit, GroupUnit) else "sub-group"
     return f"{what} {index} ({listing(unit.shapes, cap=2)})"
 
 
 def compare_mappings(units: Sequence[Unit], shards: Sequence[Shard]) -> list[str]:
-    """Warn where ``param_slice_mappings`` contradicts ``param_shapes``, which is what counts.
+    """Check ``param_slice_mappings`` against ``param_shapes``, which is what counts.
 
     With ``round_robin_gradients`` DeepSpeed computes the mappings in another order than that of the
-    flat buffer, and its own converter then reads other parameters' values.
+    flat buffer (``stage_1_and_2.py``, ``_round_robin_reorder``), and its own converter then reads other
+    parameters' values. That is the one disagreement with an explanation; it is warned of.
+
+    Raises
+    ------
+    CorruptSourceError
+        They disagree in any other way: ranks were exchanged, or the model file is of another run.
     """
     different: dict[str, None] = {}
     for index, unit in enumerate(units):
-        if not isinstance(unit, GroupUnit):
+        recorded = [None if s.mappings is None else s.mappings[index] for s in shards]
+        if not isinstance(unit, GroupUnit) or not any(recorded):
             continue
-        slices: Sequence[Mapping[str, tuple[int, int]]] = unit.slices()
-        for expected, shard in zip(slices, shards, strict=True):
-            if shard.mappings is None or shard.mappings[index] == expected:
-                continue
-            recorded = shard.mappings[index]
-            different.update(
-                (name, None)
-                for name in {**expected, **recorded}
-                if expected.get(name) != recorded.get(name)
-            )
+        expected = unit.slices()
+        wrong = [rank for rank, r in enumerate(recorded) if r is not None and r != expected[rank]]
+        if wrong and not _is_round_robin(unit, recorded):
+            raise _contradiction(shards, index, wrong[0], expected)
+        for rank in wrong:
+            mine, theirs = expected[rank], recorded[rank] or {}
+            names = {**mine, **theirs}
+            different.update((n, None) for n in names if mine.get(n) != theirs.get(n))
     if not different:
         return []
     return [
@@ -181,3 +192,36 @@ def compare_mappings(units: Sequence[Unit], shards: Sequence[Shard]) -> list[str
             " of the flat buffers, is followed."
         )
     ]
+
+
+def _is_round_robin(unit: GroupUnit, recorded: Sequence[_Slices | None]) -> bool:
+    """Whether the mappings are those of the order from which round robin made the unit's."""
+    names = dict.fromkeys(name for slices in recorded for name in slices or ())
+    filled = [name for name, shape in unit.shapes.items() if math.prod(shape)]
+    if set(names) != set(filled):
+        return False
+    order = list(names)
+    before = GroupUnit.of({name: unit.shapes[name] for name in order}, unit.ranks, None)
+    dealt = [name for rank in range(unit.ranks) for name in order[rank :: unit.ranks]]
+    agrees = all(r is None or r == e for r, e in zip(recorded, before.slices(), strict=True))
+    return agrees and dealt == filled
+
+
+def _contradiction(
+    shards: Sequence[Shard], index: int, rank: int, expected: Sequence[_Slices]
+) -> CorruptSourceError:
+    recorded = (shards[rank].mappings or ())[index]
+    mine = expected[rank]
+    name = next(n for n in {**recorded, **mine} if recorded.get(n) != mine.get(n))
+    found, wanted = (
+        "no slice" if cut is None else f"{cut[1]} elements at {cut[0]}"
+        for cut in (recorded.get(name), mine.get(name))
+    )
+    owner = [r for r, slices in enumerate(expected) if slices == recorded]
+    text = f": this is what rank {owner[0]} should hold." if owner else "."
+    return CorruptSourceError(
+        f"{shards[rank].name}: param_slice_mappings of group {index} records {found} of {name!r}, expected"
+        f" {wanted} by the model file's param_shapes{text}",
+        hint="This file, or the model file, is of another rank or run.",
+        fqn=name,
+    )

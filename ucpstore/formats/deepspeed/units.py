@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Protocol, TypeAlias
 
 from ucpstore.errors import CorruptSourceError
-from ucpstore.formats.deepspeed.checks import integers, mapping_of, sequence_of
+from ucpstore.formats.deepspeed.checks import integers, named, sequence_of
 from ucpstore.layout.geometry import FlatEven, Geometry
 
 __all__ = ["GroupUnit", "Shapes", "SubGroupUnit", "Unit", "read_shapes"]
@@ -167,7 +167,7 @@ def read_shapes(value: object, what: str) -> list[Shapes]:
     found: list[Shapes] = []
     seen: set[str] = set()
     for group in sequence_of(value, what):
-        shapes = {name: integers(shape, what) for name, shape in mapping_of(group, what).items()}
+        shapes = {name: integers(shape, what) for name, shape in named(group, what).items()}
         twice = seen.intersection(shapes)
         if twice:
             raise CorruptSourceError(f"{what}: {min(twice)!r} is in two groups.")
