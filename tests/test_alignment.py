@@ -157,7 +157,8 @@ def test_an_eighth_reads_an_eighth(
 
 
 def test_one_put_per_shard_and_no_get_on_an_object_store(
-    source: PieceSource, s3_server: S3Server
+    source: PieceSource,
+    s3_server: S3Server,  # noqa: F811
 ) -> None:
     url = f"{s3_server.new_bucket()}/run/step-1"
     files = open_files(url, s3_server.options)
