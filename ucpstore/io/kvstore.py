@@ -15,7 +15,7 @@ from ucpstore.errors import CheckpointNotFoundError, Kind, StorageError, UcpStor
 from ucpstore.io.s3 import s3_endpoint, s3_region
 from ucpstore.io.urls import Location
 
-__all__ = ["kvstore_spec", "tensorstore_errors"]
+__all__ = ["check_fork", "kvstore_spec", "tensorstore_errors"]
 
 _PROFILE = "ucpstore"
 _RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "5s"}
@@ -231,3 +231,25 @@ def _translate(text: str, action: str, url: str) -> UcpStoreError:
         url=url,
         status=status,
     )
+
+
+_first_pid: int | None = None
+
+
+def check_fork(url: str) -> None:
+    """Refuse to use TensorStore in a forked child whose parent has used it: it would hang.
+
+    Raises
+    ------
+    StorageError
+        This process is such a child.
+    """
+    global _first_pid
+    _first_pid = _first_pid or os.getpid()
+    if _first_pid != os.getpid():
+        raise StorageError(
+            f"cannot open {url!r}: this process was forked from one that uses TensorStore, expected"
+            " a fresh one.",
+            hint="Start worker processes with the method 'forkserver' or 'spawn'.",
+            url=url,
+        )

@@ -9,7 +9,6 @@ copies of the object beside ours while it takes a put over, s3fs takes three tim
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ import tensorstore as ts
 from ucpstore.errors import MissingExtraError, StorageError
 from ucpstore.io.base import FileStat, check_name
 from ucpstore.io.fsspecerrors import fsspec_errors
-from ucpstore.io.kvstore import kvstore_spec, tensorstore_errors
+from ucpstore.io.kvstore import check_fork, kvstore_spec, tensorstore_errors
 from ucpstore.io.objects import ObjectFiles
 from ucpstore.io.s3 import s3_client, s3_filesystem
 
@@ -55,7 +54,7 @@ class RemoteFiles(ObjectFiles):
 
     def _store(self) -> ts.KvStore:
         def make() -> ts.KvStore:
-            _check_fork(self.url)
+            check_fork(self.url)
             return ts.KvStore.open(kvstore_spec(self.location, self.options)).result()
 
         store: ts.KvStore = self._client("tensorstore", make)
@@ -118,22 +117,6 @@ class RemoteFiles(ObjectFiles):
             )
             content.close()
         return FileStat(name, len(body), answer["ETag"].strip('"'))
-
-
-_first_pid: int | None = None
-
-
-def _check_fork(url: str) -> None:
-    """TensorStore hangs in a forked child whose parent has used it."""
-    global _first_pid
-    _first_pid = _first_pid or os.getpid()
-    if _first_pid != os.getpid():
-        raise StorageError(
-            f"cannot open {url!r}: this process was forked from one that uses TensorStore, expected"
-            " a fresh one.",
-            hint="Start worker processes with the method 'forkserver' or 'spawn'.",
-            url=url,
-        )
 
 
 def _gcs_filesystem(options: Mapping[str, Any]) -> Any:

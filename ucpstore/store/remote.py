@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -13,8 +12,9 @@ from typing import Any
 import tensorstore as ts
 
 from ucpstore.contracts import Arrays
-from ucpstore.errors import StorageError, UnsupportedSourceError
+from ucpstore.errors import UnsupportedSourceError
 from ucpstore.io.base import Files
+from ucpstore.io.kvstore import check_fork
 from ucpstore.layout.region import Region
 from ucpstore.store.arrays import ArraySpec
 from ucpstore.store.tensorstore_ import array_spec, folder_spec, make_context, translated
@@ -88,7 +88,7 @@ class TensorStoreReader:
             if store is not None:
                 self._open.move_to_end(array.path)
                 return store
-        _check_fork(url)
+        check_fork(url)
         with translated(f"cannot open {array.path!r}", url=url):
             spec = array_spec(self._kvstore, array.path, metadata)
             store = ts.open(spec, context=self._context, read=True, write=False).result()
@@ -120,19 +120,3 @@ class TensorStoreReader:
             with translated(f"{what} {box}", keys, url=self._files.url, **context):
                 part = ts.array(out[box.within(region).slices])
                 part.write(self.open(array, metadata)[box.slices]).result()
-
-
-_first_pid: int | None = None
-
-
-def _check_fork(url: str) -> None:
-    """TensorStore hangs in a forked child whose parent has used it."""
-    global _first_pid
-    _first_pid = _first_pid or os.getpid()
-    if _first_pid != os.getpid():
-        raise StorageError(
-            f"cannot open {url}: this process was forked from one that reads with TensorStore, "
-            "expected a fresh one.",
-            hint="Start worker processes with the method 'forkserver' or 'spawn'.",
-            url=url,
-        )
