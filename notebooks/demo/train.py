@@ -11,6 +11,9 @@ import deepspeed
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+# DeepSpeed would compile its shared-memory collectives for this CPU; plain gloo needs no compiler.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
