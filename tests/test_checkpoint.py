@@ -217,3 +217,13 @@ def test_torch_keeps_bits() -> None:
     assert found.dtype == torch.bfloat16
     assert found.view(torch.uint16).numpy().tolist() == bits.view(np.uint16)[:, 3:9].tolist()
     assert checkpoint["w"].fp32.torch(0).tolist() == VALUES[0, 0].tolist()
+
+
+def test_common_tensors_and_python_values() -> None:
+    document = {"betas": {"$tuple": [0.9, 0.95]}, "rng": {"$tensor": "rng"}, "steps": {"a": 1}}
+    values = np.arange(5, dtype=np.uint8)
+    checkpoint = Checkpoint(ArraySource({}, document, tensors={"rng": values}))
+    assert checkpoint.common["betas"] == (0.9, 0.95)
+    assert checkpoint.common["steps"] == {"a": 1}
+    name = checkpoint.common["rng"].name
+    assert checkpoint.common_tensors[name][...].tolist() == values.tolist()

@@ -13,11 +13,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore as ts
+import torch
 import zarr
 
 import ucpstore
-from tests.deepspeed_runs import CASES, Run, deepspeed_run
-from ucpstore.errors import UnsupportedSourceError
+from tests.deepspeed_runs import CASES, Run, copy_run, deepspeed_run
+from ucpstore.errors import IntegrityError, Kind, UncommittedError, UnsupportedSourceError
 
 CANONICAL = {"exp_avg": "adam_m", "exp_avg_sq": "adam_v"}
 HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
@@ -84,21 +85,92 @@ def test_frozen_weights_and_buffers_are_kept(name: str, tmp_path: Path) -> None:
     assert frozen >= 2
 
 
-def test_hyper_parameters_steps_and_counters_survive(tmp_path: Path) -> None:
-    run = deepspeed_run("s2-bf16-dp2")
+def same(found: Any, expected: Any) -> bool:
+    """Equal in value; the truth's JSON has lists for tuples."""
+    if isinstance(expected, list | tuple):
+        return (
+            isinstance(found, list | tuple)
+            and len(found) == len(expected)
+            and all(same(a, b) for a, b in zip(found, expected, strict=True))
+        )
+    if isinstance(expected, dict):
+        return (
+            isinstance(found, dict)
+            and found.keys() == expected.keys()
+            and all(same(found[key], value) for key, value in expected.items())
+        )
+    return bool(found == expected)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in OPAQUE and "elastic" not in n])
+def test_hyper_parameters_steps_scheduler_and_counters_survive(name: str, tmp_path: Path) -> None:
+    run = deepspeed_run(name)
     ucpstore.convert(run.path, tmp_path / "store")
     common = ucpstore.open(tmp_path / "store").common
     groups = run.facts["groups"]
-    assert len(common["param_groups"]) == len(groups) >= 2
+    assert len(common["param_groups"]) == len(groups)
     for found, expected in zip(common["param_groups"], groups, strict=True):
         assert sorted(found["params"]) == sorted(expected["names"])
-        for name, value in expected["hyper"].items():
-            if not isinstance(value, list | tuple):
-                assert found[name] == value, name
-    assert groups[0]["hyper"]["weight_decay"] != groups[1]["hyper"]["weight_decay"]
-    steps = {fqn: facts["step"] for fqn, facts in run.facts["parameters"].items()}
+        assert expected["hyper"], "nothing would be shown"
+        for key, value in expected["hyper"].items():
+            assert same(found[key], value), key
+    steps = {
+        fqn: facts["step"]
+        for fqn, facts in run.facts["parameters"].items()
+        if facts["step"] is not None
+    }
     assert common["steps"] == steps
-    assert common["counters"]["global_steps"] == run.facts["counters"]["global_steps"]
+    for key in ("global_steps", "global_samples", "skipped_steps"):
+        assert common["counters"][key] == run.facts["counters"][key], key
+    scheduler = run.facts["scheduler"]
+    assert scheduler is None or same(common["scheduler"], scheduler)
+
+
+def test_groups_differ_in_the_runs() -> None:
+    groups = deepspeed_run("s2-bf16-dp2").facts["groups"]
+    assert len(groups) == 2
+    assert groups[0]["hyper"]["weight_decay"] != groups[1]["hyper"]["weight_decay"]
+    assert deepspeed_run("s2-bf16-dp2").facts["scheduler"]
+
+
+def test_replicas_that_differ_stop_a_conversion(tmp_path: Path) -> None:
+    run = copy_run(deepspeed_run("tp2-s1-fp32-dp2"), tmp_path)
+    victim = min(run.tag_path.glob("*_mp_rank_01_optim_states.pt"))
+    saved = torch.load(victim, weights_only=False)
+    state = saved["optimizer_state_dict"]
+    shapes = torch.load(run.tag_path / "mp_rank_01_model_states.pt", weights_only=False)[
+        "param_shapes"
+    ]
+    group = next(i for i, g in enumerate(shapes) if any("norm" in fqn for fqn in g))
+    state["single_partition_of_fp32_groups"][group].data += 1e-3
+    torch.save(saved, victim)
+    with pytest.raises(IntegrityError, match=r"replicas of .*norm.* differ") as caught:
+        ucpstore.convert(run.path, tmp_path / "store")
+    assert caught.value.kind is Kind.REPLICAS_DIFFER
+    with pytest.raises(UncommittedError):
+        ucpstore.open(tmp_path / "store")
+
+
+def test_damage_of_a_store_is_not_laundered_by_a_copy(tmp_path: Path) -> None:
+    """Objects of equal shape exchanged: every checksum is right, only the digests tell."""
+    ucpstore.convert(deepspeed_run("s2-fp32-dp2").path, tmp_path / "store")
+    store = ucpstore.open(tmp_path / "store")
+    first, second = [
+        next((tmp_path / "store" / "params" / fqn / "adam_v").glob("c*"))
+        for fqn, parameter in store.items()
+        if ("adam_v" in parameter and parameter.shape == store[next(iter(store))].shape)
+        or fqn.endswith(("k_proj.weight", "v_proj.weight"))
+    ][-2:]
+    kept = first.read_bytes()
+    assert len(kept) == second.stat().st_size
+    assert kept != second.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(kept)
+    with pytest.raises(IntegrityError, match="digest that the source recorded") as caught:
+        ucpstore.convert(tmp_path / "store", tmp_path / "copy")
+    assert caught.value.kind is Kind.CHECKSUM
+    with pytest.raises(UncommittedError):
+        ucpstore.open(tmp_path / "copy")
 
 
 def test_plain_zarr_and_tensorstore_read_it(tmp_path: Path) -> None:

@@ -214,3 +214,44 @@ def test_changed_files_show(tmp_path: Path) -> None:
 def test_pickles(tmp_path: Path) -> None:
     source = make(tmp_path, Strided((2, 2), 0), [np.arange(4, dtype=np.float32).tobytes()])
     assert (read(pickle.loads(pickle.dumps(source))) == [[0, 1], [2, 3]]).all()
+
+
+@pytest.mark.parametrize(
+    ("geometry", "text"),
+    [
+        (FlatEven((3, 4), 0, 5, slots=2), "rank_1|rank"),
+        (Concat((4,), 0, (Part(3, Strided((3,), 0)),)), "gap|widths|cover|hold"),
+        (Strided((4,), 7), "slot 7"),
+    ],
+)
+def test_gaps_are_found_before_anything_is_read(
+    tmp_path: Path, geometry: Geometry, text: str
+) -> None:
+    contents = [np.zeros(12, np.float32).tobytes()] * 2
+    with pytest.raises(LayoutError, match=text):
+        make(tmp_path, geometry, contents)
+
+
+def test_a_geometry_of_another_shape_is_refused(tmp_path: Path) -> None:
+    source = make(tmp_path, Strided((4,), 0), [np.zeros(4, np.float32).tobytes()])
+    with pytest.raises(LayoutError, match="its pieces make"):
+        PieceSource(
+            format="test",
+            files=source._files,
+            file_table=source._table,
+            parameters=source.parameters,
+            common=CommonState({}),
+            parallelism={},
+            warnings=(),
+            bound={("p", "fp32"): Bound(Strided((2, 2), 0), [Buffer(0, 0, 16)], "float32")},
+        )
+
+
+def test_pieces_that_leave_something_out_are_never_read_as_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PieceSource, "_prove", lambda self: None)
+    source = make(tmp_path, FlatEven((10,), 0, 4, slots=2), [np.zeros(4, np.float32).tobytes()] * 2)
+    with pytest.raises(LayoutError, match="hold 8 of 10 elements") as caught:
+        read(source)
+    assert caught.value.kind is Kind.GAP

@@ -141,6 +141,7 @@ class _Request:
 
         source = _open_source(open_files(self.source, self.source_options), self.format, self.tag)
         files = open_files(self.dest, self.dest_options)
+        _refuse_inside(source, files)
         arrays = plan_arrays(source, states=self.states, only=self.only, exclude=self.exclude)
         target = ZarrTarget(files, arrays, source=source, step=_step(source))
         members = [member for array in arrays for member in array.members]
@@ -148,6 +149,16 @@ class _Request:
             make_plan(source, target, states=members, free_space=files.free_space()),
             source,
             target,
+        )
+
+
+def _refuse_inside(source: Source, dest: Files) -> None:
+    """A store is what its root document says; nothing else may be written into it."""
+    inside = f"{dest.url}/".startswith(f"{source.url.rstrip('/')}/")
+    if inside and source.format == "ucpstore":
+        raise PlanError(
+            f"{dest.url} is inside the source {source.url}, expected a destination outside of it.",
+            hint="Choose another destination.",
         )
 
 

@@ -20,6 +20,7 @@ from ucpstore.errors import (
     close_names,
 )
 from ucpstore.layout.region import Region
+from ucpstore.tagged import decode
 from ucpstore.text import printable
 
 if TYPE_CHECKING:
@@ -245,6 +246,7 @@ class Checkpoint(Mapping[str, Parameter]):
 
     def __init__(self, source: Source) -> None:
         self.source = source
+        self._common: dict[str, Any] | None = None
         self._aliases = {
             alias: fqn for fqn, spec in source.parameters.items() for alias in spec.aliases
         }
@@ -259,8 +261,17 @@ class Checkpoint(Mapping[str, Parameter]):
 
     @property
     def common(self) -> Mapping[str, Any]:
-        """Param groups, steps, scheduler, counters and everything else that is not per element."""
-        return self.source.common.document
+        """Param groups, steps, scheduler, counters and everything else that is not per element.
+
+        Plain Python values: tuples are tuples, arrays are `ucpstore.tagged.NumpyArray`, instances of classes
+        that are not loaded are inert `ucpstore.tagged.StubObject`, real tensors are named
+        (`ucpstore.tagged.TensorName`) and in `common_tensors`. ``source.common.document`` is the JSON.
+        """
+        if self._common is None:
+            self._common = {
+                name: decode(value) for name, value in self.source.common.document.items()
+            }
+        return self._common
 
     @property
     def common_tensors(self) -> Mapping[str, LazyTensor]:

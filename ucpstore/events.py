@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Work begins: ``tasks`` objects of ``nbytes`` bytes in all."""
+    """Work begins: ``tasks`` objects of ``nbytes`` bytes are this run's, those done before included."""
 
     plan_digest: str
     tasks: int
@@ -33,7 +33,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """An earlier attempt at the same plan had ``tasks`` objects of ``nbytes`` bytes durably done."""
+    """Of these, an earlier attempt had ``tasks`` objects of ``nbytes`` bytes durably done."""
 
     tasks: int
     nbytes: int

@@ -7,6 +7,7 @@ temporary copy).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from ucpstore.errors import (
     close_names,
 )
 from ucpstore.io.base import Files
+from ucpstore.layout.coverage import require_covered
 from ucpstore.layout.geometry import Geometry, Piece
 from ucpstore.layout.region import Region
 
@@ -113,6 +115,40 @@ class PieceSource:
         self._files = files
         self._table = tuple(file_table)
         self._bound = bound
+        self._prove()
+
+    def _prove(self) -> None:
+        """Every state is covered exactly once, by buffers that exist; a shared geometry is proven once.
+
+        Raises
+        ------
+        LayoutError
+        """
+        proven: set[int] = set()
+        for (fqn, state), bound in self._bound.items():
+            geometry, buffers = bound.geometry, bound.buffers
+            if geometry.shape != self.spec(fqn, state).shape:
+                raise LayoutError(
+                    f"{fqn!r} ({state}) has shape {list(self.spec(fqn, state).shape)}, its pieces make"
+                    f" one of {list(geometry.shape)}.",
+                    fqn=fqn,
+                    state=state,
+                )
+            used = geometry.used_slots()
+            if used and used[-1] >= len(buffers):
+                raise LayoutError(
+                    f"{fqn!r} ({state}): pieces lie in slot {used[-1]}, expected one of"
+                    f" {len(buffers)} buffers.",
+                    fqn=fqn,
+                    state=state,
+                )
+            if id(geometry) not in proven:
+                proven.add(id(geometry))
+                names = functools.partial(self._holder, buffers)
+                require_covered(geometry, fqn=fqn, state=state, slot_names=names)
+
+    def _holder(self, buffers: Sequence[Buffer], slot: int) -> str:
+        return self._table[buffers[slot].file].name if slot < len(buffers) else f"slot {slot}"
 
     def __repr__(self) -> str:
         return f"<PieceSource {self.format} {self.url!r}: {len(self.parameters)} parameters, {len(self._table)} files>"
@@ -173,9 +209,18 @@ class PieceSource:
             self._read_average(bound, region, out)
             return
         used = set()
+        filled = 0
         for piece in bound.geometry.query(region):
             self._fill(bound, piece, out[piece.region.within(region).slices])
             used.add(bound.buffers[piece.slot].file)
+            filled += piece.region.volume
+        if filled != region.volume:
+            raise LayoutError(
+                f"{fqn!r} ({state}) {region}: the pieces hold {filled} of {region.volume} elements.",
+                kind=Kind.GAP,
+                fqn=fqn,
+                state=state,
+            )
         self._require_unchanged(used)
         if compare and bound.geometry.rule == "equal":
             for copy in range(1, bound.geometry.copies):

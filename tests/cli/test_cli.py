@@ -21,6 +21,7 @@ from tests.schemas import validate
 from ucpstore.cli.main import main
 from ucpstore.cli.output import (
     EXIT_FINDINGS,
+    EXIT_INTEGRITY,
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
     EXIT_PIPE,
@@ -77,7 +78,7 @@ def test_ls(either: Path) -> None:
 
 
 def test_tree(either: Path) -> None:
-    document = json_of("tree", either)
+    document = validate(json_of("tree", either), "tree")
     text = invoke("tree", either, "--max-nodes", "5").stdout.splitlines()
     assert text[:5] == document["tree"][:5]
     assert len(text) == 6
@@ -218,7 +219,7 @@ def test_another_plan_is_refused_until_it_is_abandoned(source: Path, tmp_path: P
     assert result.exit_code == EXIT_SOURCE
     assert "ucpstore abandon" in result.stderr
     assert invoke("ls", dest).exit_code == EXIT_SOURCE
-    freed = json_of("abandon", dest)
+    freed = validate(json_of("abandon", dest), "abandoned")
     assert freed["abandoned"].startswith("sha256:")
     assert invoke("convert", source, dest, "--state", "fp32").exit_code == 0
     assert {row["state"] for row in json_of("ls", dest)} == {"fp32"}
@@ -256,7 +257,7 @@ def test_interrupt_exits_with_130_and_resumes(source: Path, tmp_path: Path) -> N
 
 
 def test_env() -> None:
-    facts = json_of("env")
+    facts = validate(json_of("env"), "environment")
     assert facts["torch"] != "not installed"
     assert "deepspeed" in facts["formats"]
 
@@ -377,3 +378,123 @@ def test_odd_selections_are_refused(source: Path, tmp_path: Path, name: str, odd
 
     with pytest.raises(PlanError, match=name):
         ucpstore.plan(source, tmp_path / "s", **{name: odd})
+
+
+def damage(store: Path) -> None:
+    victim = next((store / "params").glob("*embed*/adam_v/c*"))
+    data = bytearray(victim.read_bytes())
+    data[10] ^= 4
+    victim.write_bytes(data)
+
+
+def test_integrity_errors_exit_with_5(source: Path, tmp_path: Path) -> None:
+    invoke("convert", source, tmp_path / "s")
+    damage(tmp_path / "s")
+    result = invoke("convert", tmp_path / "s", tmp_path / "copy")
+    assert result.exit_code == EXIT_INTEGRITY
+    assert "embed" in result.stderr
+    document = json.loads(
+        invoke("convert", tmp_path / "s", tmp_path / "copy", "--json").stdout.splitlines()[-1]
+    )
+    assert validate(document, "error")["error"]["kind"] == "checksum"
+
+
+@pytest.mark.parametrize("arguments", [("--state", "nosuch"), ("--fqn", "nosuch*")])
+def test_listing_of_what_is_not_there_is_an_error(source: Path, arguments: tuple[str, str]) -> None:
+    result = invoke("ls", source, *arguments)
+    assert result.exit_code == EXIT_SOURCE
+    assert "nosuch" in result.stderr
+
+
+def test_a_store_inside_a_store_is_refused(store: Path) -> None:
+    before = sorted(store.rglob("*"))
+    for inner in (store, store / "params" / "x"):
+        result = invoke("convert", store, inner, "--state", "fp32")
+        assert result.exit_code == EXIT_SOURCE, result.output
+    assert sorted(store.rglob("*")) == before
+
+
+def tree_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and ".ucpstore" not in path.parts
+    }
+
+
+SLOW = (
+    "import time, ucpstore.store.target as t\n"
+    "write = t.ZarrTarget.write\n"
+    "t.ZarrTarget.write = lambda *a: (time.sleep(0.02), write(*a))[1]\n"
+    "from ucpstore.cli.main import main\n"
+    "main()\n"
+)
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SLOW, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_commands_are_finished_by_the_same_command(
+    source: Path, store: Path, tmp_path: Path
+) -> None:
+    killed = 0
+    for attempt in range(5):
+        process = start("convert", source, tmp_path / "s", "--threads", "1")
+        seen = len(list((tmp_path / "s").glob("params/*/*/c*")))
+        deadline = time.monotonic() + 60
+        while (
+            len(list((tmp_path / "s").glob("params/*/*/c*"))) <= seen + 3 * attempt
+            and process.poll() is None
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.005)
+        process.kill()
+        process.communicate()
+        killed += process.returncode == -signal.SIGKILL
+        if (tmp_path / "s" / "zarr.json").exists():
+            break
+        assert invoke("ls", tmp_path / "s").exit_code == EXIT_SOURCE
+    assert killed >= 2
+    assert invoke("convert", source, tmp_path / "s").exit_code == 0
+    assert tree_of(tmp_path / "s") == tree_of(store)
+
+
+def test_racing_commands_cooperate(source: Path, store: Path, tmp_path: Path) -> None:
+    racers = [start("convert", source, tmp_path / "s") for _ in range(3)]
+    other = start("convert", source, tmp_path / "s", "--state", "fp32")
+    errors = [process.communicate(timeout=120)[1] for process in [*racers, other]]
+    codes = [process.returncode for process in [*racers, other]]
+    assert sorted(set(codes)) == [0, EXIT_SOURCE], errors
+    if codes[-1] == 0:  # the other plan was first
+        assert codes[:3] == [EXIT_SOURCE] * 3
+        assert {row["state"] for row in json_of("ls", tmp_path / "s")} == {"fp32"}
+    else:
+        assert codes[:3] == [0, 0, 0]
+        assert tree_of(tmp_path / "s") == tree_of(store)
+    assert invoke("verify", tmp_path / "s").exit_code == 0
+
+
+def test_progress_on_a_terminal(source: Path, tmp_path: Path) -> None:
+    import pty
+
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "ucpstore", "convert", str(source), str(tmp_path / "s")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=follower, text=True)
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            data = os.read(leader, 65536)
+        except OSError:  # the other side is closed
+            break
+        if not data:
+            break
+        shown += data
+    os.close(leader)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "complete" in output
+    assert b"converting" in shown
+    assert b"100%" in shown or b"/s" in shown

@@ -105,6 +105,17 @@ _HF_TEN = (
     *_HF[6:],
 )
 
+# Matrices of several tiles, so that shards can be cut.
+_HF_LARGE = (
+    ("vocab_size", 512),
+    ("hidden_size", 512),
+    ("intermediate_size", 1408),
+    ("num_hidden_layers", 1),
+    ("num_attention_heads", 8),
+    ("num_key_value_heads", 2),
+    *_HF[6:],
+)
+
 
 def _grid() -> list[Case]:
     """Return the pairwise cover of {stage} x {dtype} x {dp}; all six of dp=2."""
@@ -200,6 +211,7 @@ def _tensor_parallel() -> list[Case]:
     ten: dict[str, Any] = {"model": "hf", "tp": 4, "sizes": _HF_TEN}
     return [
         Case("tp2-s1-bf16-dp1", 2, 1, "bf16", **hf),
+        Case("tp2-large-s1-fp32-dp1", 2, 1, "fp32", model="hf", tp=2, sizes=_HF_LARGE),
         Case("tp2-s1-fp32-dp2", 4, 1, "fp32", **hf),
         Case("tp2-bf16opt-dp2", 4, 1, "bf16", config=_FP32_GRADIENTS, **hf),
         Case("tp2-s2-bf16-dp2", 4, 2, "bf16", **hf),

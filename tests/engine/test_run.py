@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from tests.fakes import ArraySource
+from tests.schemas import validate
 from ucpstore.contracts import Arrays, Record, Source, SourceFile, Task
 from ucpstore.engine.plan import Plan, make_plan
 from ucpstore.engine.run import Report, Workers, run
@@ -371,7 +372,8 @@ def test_events_tell_the_whole_story(tmp_path: Path) -> None:
     assert sum(event.nbytes for event in done) == report.nbytes_written == events[0].nbytes
     published = [event for event in events if isinstance(event, Published)]
     assert sum(event.tasks for event in published) == report.tasks
-    assert all(to_json(event)["event"] for event in events)
+    for event in events:
+        validate(to_json(event), "event")
 
 
 class Flaky(ZarrTarget):
@@ -402,6 +404,8 @@ def test_retryable_failures_are_retried(tmp_path: Path, reference: dict[str, byt
     convert(folder, settings=settings, emit=events.append, target=flaky(folder, 3))
     retried = [event for event in events if isinstance(event, TaskRetried)]
     assert len(retried) == 3 * len(SHAPES) * len(STATES)
+    for event in retried:
+        validate(to_json(event), "event")
     assert tree(folder) == reference
 
 
@@ -441,7 +445,9 @@ def test_work_before_a_failure_is_kept(tmp_path: Path, reference: dict[str, byte
     report = convert(folder, emit=events.append)
     assert report.tasks_resumed == 5
     assert report.tasks_done == report.tasks - 5
-    assert any(isinstance(event, Resumed) and event.tasks == 5 for event in events)
+    (resumed,) = [event for event in events if isinstance(event, Resumed)]
+    assert resumed.tasks == 5
+    validate(to_json(resumed), "event")
     assert tree(folder) == reference
 
 

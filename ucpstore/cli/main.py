@@ -13,6 +13,7 @@ from ucpstore.cli.environment import environment
 from ucpstore.cli.output import EXIT_FINDINGS, Output, options
 from ucpstore.cli.progress import Progress
 from ucpstore.engine.sizes import format_bytes
+from ucpstore.errors import ParameterNotFoundError
 from ucpstore.text import printable
 
 if TYPE_CHECKING:
@@ -114,6 +115,13 @@ def ls(
         for tensor in parameter.values()
         if state in (None, tensor.name)
     ]
+    if not rows:
+        raise ParameterNotFoundError(
+            f"{checkpoint.url} holds nothing that matches --fqn {fqn!r}"
+            + (f" and --state {state!r}" if state else "")
+            + f": it has {len(checkpoint)} parameters.",
+            hint="List all with `ucpstore ls URL`.",
+        )
     if output.as_json:
         output.json(
             [
@@ -220,14 +228,28 @@ def _share(
 @click.argument("dest")
 @_selection
 @click.option("--dry-run", is_flag=True, help="Only print the plan.")
-@click.option("--workers", default=1, show_default=True, help="Worker processes.")
-@click.option("--threads", type=int, help="Tasks in flight per worker; by default one per core.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Worker processes.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Tasks in flight per worker; by default one per core.",
+)
 @click.option(
     "--worker", "share", metavar="I/N", callback=_share, help="Do only part I (from 0) of N."
 )
 @click.option("--memory-limit", metavar="BYTES", help="For tasks in flight, such as 512MB or 2GiB.")
 @click.option(
-    "--retries", default=4, show_default=True, help="Further attempts when storage fails."
+    "--retries",
+    type=click.IntRange(min=0),
+    default=4,
+    show_default=True,
+    help="Further attempts when storage fails.",
 )
 @options
 def convert(

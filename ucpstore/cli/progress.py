@@ -32,7 +32,7 @@ class Progress:
         self._output = output
         self._bar: Any = None
         self._task: Any = None
-        self._total = self._done = self._tasks = self._tasks_done = 0
+        self._total = self._done = self._tasks = self._tasks_done = self._resumed = 0
         self._started = self._last = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -62,6 +62,7 @@ class Progress:
                 self._output.note(
                     f"resuming: {event.tasks} objects ({format_bytes(event.nbytes)}) are done already"
                 )
+                self._resumed = event.nbytes
                 self._advance(event.nbytes, event.tasks)
             case TaskDone():
                 self._advance(event.nbytes, 1)
@@ -110,7 +111,7 @@ class Progress:
     def _line(self) -> None:
         self._last = time.monotonic()
         elapsed = self._last - self._started
-        rate = self._done / elapsed if elapsed else 0.0
+        rate = (self._done - self._resumed) / elapsed if elapsed else 0.0
         self._output.note(
             f"{self._tasks_done}/{self._tasks} objects, {format_bytes(self._done)} of {format_bytes(self._total)},"
             f" {format_bytes(rate)}/s, {elapsed:.0f} s"

@@ -211,10 +211,11 @@ def run(
         notify(Committed(target.url, already=True))
         return report
     known = target.records()
-    notify(Started(plan.digest, len(tasks), plan.object_nbytes))
-    if known:
-        notify(Resumed(len(known), sum(record.nbytes for record in known.values())))
     mine = tasks if workers.share is None else balance(tasks, workers.share[1])[workers.share[0]]
+    notify(Started(plan.digest, len(mine), sum(task.nbytes for task in mine)))
+    done = [known[task.index] for task in mine if task.index in known]
+    if done:
+        notify(Resumed(len(done), sum(record.nbytes for record in done)))
     todo = [task for task in mine if task.index not in known]
     _require_unchanged(source)
     opened = Job(plan.digest, source, target)

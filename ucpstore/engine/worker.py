@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ucpstore.contracts import Record, Source, Target, Task
-from ucpstore.errors import IntegrityError, Kind, StorageError
+from ucpstore.errors import IntegrityError, Kind, PlanError, StorageError
 from ucpstore.events import Event, Listener, Published, TaskDone, TaskRetried
 
 __all__ = ["Job", "Opener", "Settings", "run_batch", "run_remote_batch", "shared"]
@@ -55,6 +55,12 @@ class Settings:
     retry_delay: float = 0.5
     publish_nbytes: int = 2 << 30
     publish_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not (type(self.retries) is int and self.retries >= 0):
+            raise PlanError(
+                f"cannot convert with retries={self.retries!r}: expected a whole number from 0."
+            )
 
 
 _shared: dict[str, Job] = {}

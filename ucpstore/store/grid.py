@@ -30,6 +30,8 @@ STACK_ABOVE = 20_000
 _MIN_BYTES = 32 * 1024 * 1024
 _TARGET_BYTES = 64 * 1024 * 1024
 _MAX_BYTES = 128 * 1024 * 1024
+_SMALLEST_BYTES = 4 * 1024 * 1024
+"""Shards of less than this are too many objects: rather than that, they cross the source's cuts."""
 
 Cuts = tuple[tuple[int, ...], ...]
 
@@ -41,8 +43,10 @@ def shard_shape(
     """Shape of an array's objects: a multiple of the tile, 32 to 128 MiB where the array is that large.
 
     One slice of the source is one shard, if its borders can be tile borders. Larger slices are divided,
-    the leading dims first; smaller ones are merged, the trailing dims first. So every shard lies in one
-    slice or, where the slices are of equal size, consists of whole ones.
+    the leading dims first (into parts down to 4 MiB where none of 32 to 128 MiB divides them); smaller ones
+    are merged, the trailing dims first. So every shard lies in one slice or consists of whole ones. Two
+    kinds of source are the exception: those whose cuts are no multiples of a tile, and slices above 128
+    MiB that no part of 4 to 128 MiB divides.
 
     Parameters
     ----------
@@ -70,7 +74,8 @@ def shard_shape(
     for dim in range(len(shape)):
         nbytes = math.prod(extent) * itemsize
         if nbytes > _MAX_BYTES:
-            extent[dim] = tile[dim] * _divide(extent[dim] // tile[dim], nbytes)
+            cut = extent[dim] < whole[dim]
+            extent[dim] = tile[dim] * _divide(extent[dim] // tile[dim], nbytes, cut=cut)
     return tuple(extent)
 
 
@@ -90,17 +95,23 @@ def _merge(extent: int, whole: int, times: int) -> int:
     return min(whole, extent * -(-units // groups))
 
 
-def _divide(tiles: int, nbytes: int) -> int:
-    """Number of tiles, out of ``tiles`` that have ``nbytes``, that makes a shard of the target size."""
-    fitting = [
+def _divide(tiles: int, nbytes: int, *, cut: bool) -> int:
+    """Number of tiles, out of ``tiles`` that have ``nbytes``, that makes a shard of the target size.
+
+    With ``cut``, the tiles are a slice of the source, and the shards should not cross its borders.
+    """
+    divisors = [
         part
         for part in range(1, tiles + 1)
-        if tiles % part == 0 and _MIN_BYTES * tiles <= nbytes * part <= _MAX_BYTES * tiles
+        if tiles % part == 0 and nbytes * part <= _MAX_BYTES * tiles
     ]
+    fitting = [part for part in divisors if nbytes * part >= _MIN_BYTES * tiles]
     if fitting:
         return min(
             fitting, key=lambda part: (abs(math.log(nbytes * part / tiles / _TARGET_BYTES)), part)
         )
+    if cut and divisors and nbytes * divisors[-1] >= _SMALLEST_BYTES * tiles:
+        return divisors[-1]
     return -(-tiles // min(tiles, round(nbytes / _TARGET_BYTES)))
 
 

@@ -76,6 +76,7 @@ class ZarrTarget:
         self._common = dict(source.common.document)
         self._source = {"format": source.format, "parallelism": dict(source.parallelism)}
         self._step = step
+        self._expected = _recorded_digests(arrays, source)
         self._log = CommitLog(files)
         self._leftovers: tuple[str, ...] = ()
         size = len(encode(self._attributes("0" * 64, 0)))
@@ -184,7 +185,8 @@ class ZarrTarget:
         Raises
         ------
         IntegrityError
-            Objects are missing or differ from their records (``LOST_OBJECT``).
+            Objects are missing or differ from their records (``LOST_OBJECT``), or the source recorded
+            other digests (``CHECKSUM``).
         AlreadyExistsError
             The destination was abandoned (``ABANDONED``).
         """
@@ -262,6 +264,15 @@ class ZarrTarget:
         for array, start, stop in zip(self._arrays, self._starts, self._starts[1:], strict=False):
             value = merge(chosen[task].digest for task in range(start, stop))
             digests[array.path] = str(TileDigest(array.logical_dtype, array.shape, value))
+        damaged = [path for path, digest in self._expected.items() if digests[path] != digest]
+        if damaged:
+            raise IntegrityError(
+                f"{self.url} cannot be committed: what was read of {len(damaged)} arrays does not have the"
+                f" digest that the source recorded: {listing(damaged)}.",
+                kind=Kind.CHECKSUM,
+                hint="The source is damaged: run `ucpstore verify` on it.",
+                url=self.url,
+            )
         return digests
 
     def _is_good(self, record: Record | None, task: Task, objects: Mapping[str, FileStat]) -> bool:
@@ -344,6 +355,19 @@ def _read(array: ArraySpec, source: Source, region: Region, out: Arrays) -> None
     members = array.members[region.offsets[0] : region.stops[0]]
     for (fqn, state), part in zip(members, out, strict=True):
         source.read(fqn, state, inner, part, compare=True)
+
+
+def _recorded_digests(arrays: Sequence[ArraySpec], source: Source) -> dict[str, str]:
+    """Digests that a source recorded for what the arrays will hold as it is, by path."""
+    joint = source.joint_digests()
+    found = {}
+    for array in arrays:
+        if array.logical_dtype == array.source_dtype:
+            alone = source.digest(*array.members[0]) if not array.stacked else None
+            recorded = joint.get(array.members) if array.stacked else alone
+            if recorded is not None:
+                found[array.path] = recorded
+    return found
 
 
 class _Tasks(Sequence[Task]):

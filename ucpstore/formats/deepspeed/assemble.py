@@ -12,7 +12,6 @@ from ucpstore.formats.deepspeed.autotp import Merged, TensorParallel
 from ucpstore.formats.deepspeed.module import Census, Model, is_placeholder
 from ucpstore.formats.deepspeed.shards import Shard
 from ucpstore.formats.deepspeed.states import (
-    MASTER,
     UnitState,
     collect_unit,
     name_and_role,
@@ -20,7 +19,6 @@ from ucpstore.formats.deepspeed.states import (
 )
 from ucpstore.formats.deepspeed.units import Unit
 from ucpstore.formats.torchfile import TensorRef
-from ucpstore.layout.coverage import require_covered
 from ucpstore.layout.geometry import FlatEven, Geometry, Strided
 from ucpstore.pieces import Bound, Buffer
 
@@ -74,7 +72,6 @@ class Assembly:
         """
         held: list[tuple[str, frozenset[str]]] = []
         slots = list(accumulate((len(group) for group in shards), initial=0))
-        names = [shard.name for group in shards for shard in group]
         for index, per_rank in enumerate(zip(*units, strict=True)):
             if any(list(unit.shapes) != list(per_rank[0].shapes) for unit in per_rank):
                 raise UnsupportedSourceError(
@@ -88,7 +85,7 @@ class Assembly:
             for entries in zip(*children, strict=True):
                 fqn = entries[0][0]
                 merged = self._tp.merge(fqn, [geometry for _, geometry in entries])
-                self._add_states(fqn, merged, states, names)
+                self._add_states(fqn, merged, states)
         self._report_less(held)
 
     def _report_less(self, held: Sequence[tuple[str, frozenset[str]]]) -> None:
@@ -101,10 +98,7 @@ class Assembly:
                     " never stepped these, or the files are incomplete."
                 )
 
-    def _add_states(
-        self, fqn: str, merged: Merged, states: Mapping[str, UnitState], files: Sequence[str]
-    ) -> None:
-        require_covered(merged.geometry, fqn=fqn, state=MASTER, slot_names=files.__getitem__)
+    def _add_states(self, fqn: str, merged: Merged, states: Mapping[str, UnitState]) -> None:
         self._trainable.add(fqn)
         self._patterns[fqn] = _pattern(merged, "dp: flat")
         for state, unit in states.items():
@@ -273,8 +267,6 @@ class Assembly:
                     " another byte order).",
                     fqn=fqn,
                 )
-        names = [model.name for model, _ in used]
-        require_covered(merged.geometry, fqn=fqn, state=WEIGHT, slot_names=names.__getitem__)
         buffers = tuple(
             Buffer(self._file_of(model.name), ref.offset, ref.span) for model, ref in used
         )
