@@ -33,7 +33,7 @@ _REPR_CAP = 12
 
 
 class LazyTensor:
-    """One state of one parameter; indexing reads exactly the bytes that the index needs.
+    """One state of one parameter; indexing reads the tiles or rows that hold the index, no more.
 
     Supports integers, slices (any positive step) and ``...``; the result is a new numpy array. A step
     saves no reading: the elements in between are read and dropped.
