@@ -16,15 +16,23 @@ CLIP = 1.0  # global gradient norm
 
 def parameter_groups(model: nn.Module, case: Case) -> list[dict[str, Any]]:
     """Return the usual two groups: matrices decay, vectors do not and learn at another rate."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if case.grouping == "reversed":
+        trainable.reverse()
+    matrices = [(name, p) for name, p in trainable if p.dim() > 1]
+    vectors = [(name, p) for name, p in trainable if p.dim() <= 1]
+    if case.grouping == "crossed":
+        matrices, vectors = matrices[1::2] + vectors[::2], matrices[::2] + vectors[1::2]
     if case.single_group:
-        return [{"params": trainable, "weight_decay": 0.1, "lr": 1e-2}]
-    matrices = [p for p in trainable if p.dim() > 1]
-    vectors = [p for p in trainable if p.dim() <= 1]
-    return [
-        {"params": matrices, "weight_decay": 0.1, "lr": 1e-2},
-        {"params": vectors, "weight_decay": 0.0, "lr": 3e-2},
-    ]
+        groups: list[dict[str, Any]] = [{"params": trainable, "weight_decay": 0.1, "lr": 1e-2}]
+    else:
+        groups = [
+            {"params": matrices, "weight_decay": 0.1, "lr": 1e-2},
+            {"params": vectors, "weight_decay": 0.0, "lr": 3e-2},
+        ]
+    if not case.named:
+        groups = [{**group, "params": [p for _, p in group["params"]]} for group in groups]
+    return groups
 
 
 def build_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:

@@ -18,7 +18,7 @@ from ucpstore.formats.deepspeed.states import (
     name_and_role,
     unit_words,
 )
-from ucpstore.formats.deepspeed.units import Unit
+from ucpstore.formats.deepspeed.units import Unit, WholeUnit
 from ucpstore.formats.torchfile import TensorRef
 from ucpstore.layout.coverage import require_covered
 from ucpstore.layout.geometry import FlatEven, Geometry, Strided
@@ -89,6 +89,8 @@ class Assembly:
                 fqn = entries[0][0]
                 merged = self._tp.merge(fqn, [geometry for _, geometry in entries])
                 self._add_states(fqn, merged, states, names)
+                if isinstance(per_rank[0], WholeUnit):
+                    self._patterns[fqn] = _pattern(merged, "dp: replicate")
         self._report_less(held)
 
     def _report_less(self, held: Sequence[tuple[str, frozenset[str]]]) -> None:
@@ -128,6 +130,8 @@ class Assembly:
                     ref is None or is_placeholder(ref, shape)
                     for ref, shape in zip(refs, local, strict=True)
                 ):
+                    continue
+                if self._is_master(fqn, first, refs[0]):
                     continue
                 self._require_shapes(fqn, models, local)
                 bound, merged = self._whole(fqn, models, refs)
@@ -228,6 +232,13 @@ class Assembly:
                 kind=Kind.SHAPE,
                 fqn=fqn,
             )
+
+    def _is_master(self, fqn: str, model: Model, ref: TensorRef | None) -> bool:
+        """Whether the weight in ``module`` is the master itself: fp32 without ZeRO."""
+        if ref is None:
+            return False
+        buffer = Buffer(self._file_of(model.name), ref.offset, ref.nbytes)
+        return self.bound[fqn, MASTER].buffers[0] == buffer
 
     def _is_lost(self, fqn: str, ref: TensorRef | None, stage: int) -> bool:
         """A frozen parameter of stage 3 whose fragments were not saved."""
