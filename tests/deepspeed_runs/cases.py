@@ -11,7 +11,7 @@ from typing import Any, Literal
 Tied = Literal["no", "forward", "reverse"]
 Dtype = Literal["fp32", "bf16"]
 ModelName = Literal["llama", "tiny", "wide", "hf"]
-OptimizerName = Literal["adamw", "sgd", "rmsprop", "muon"]
+OptimizerName = Literal["adamw", "sgd", "rmsprop", "muon", "fused"]
 SchedulerName = Literal["warmup", "lambda", "none"]
 Grouping = Literal["decay", "reversed", "crossed"]
 
@@ -217,6 +217,16 @@ def _stage0() -> list[Case]:
         Case("frozen-tied-s0-bf16-dp2", 2, 0, "bf16", frozen=True, tied="reverse"),
         Case("crossed-s0-bf16-dp2", 2, 0, "bf16", grouping="crossed", frozen=True),
         Case("reversed-s0-bf16-dp1", 1, 0, "bf16", grouping="reversed"),
+        Case("fused-s0-bf16-dp2", 2, 0, "bf16", optimizer="fused", tied="forward"),
+        Case(
+            "crossed-fused-s0-bf16-dp1",
+            1,
+            0,
+            "bf16",
+            optimizer="fused",
+            frozen=True,
+            grouping="crossed",
+        ),
         Case("unstepped-s0-bf16-dp1", 1, 0, "bf16", steps=0),
     ]
 

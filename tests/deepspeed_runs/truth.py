@@ -95,21 +95,33 @@ def record_stage0(
     """Write the truth without ZeRO: live masters and states, found by the parameters themselves.
 
     In fp32 DeepSpeed leaves the optimizer as it is, so its parameters are the model's; in 16 bit
-    `FP16_UnfusedOptimizer` keeps pairs of a model's parameter and its master.
+    `FP16_UnfusedOptimizer` keeps pairs of a model's parameter and its master, and `FP16_Optimizer`
+    flattens a group with torch's function, whose inverse finds the parameters again.
     """
     wrapper = engine.optimizer
     optimizer = getattr(wrapper, "optimizer", wrapper)
-    masters: dict[torch.nn.Parameter, tuple[int, torch.Tensor]] = {}
+    flat = hasattr(wrapper, "fp32_groups_flat")
+    masters: dict[torch.nn.Parameter, tuple[int, torch.Tensor, dict[str, Any]]] = {}
     for index, group in enumerate(optimizer.param_groups):
         own = wrapper.fp16_groups[index] if wrapper is not optimizer else group["params"]
-        for parameter, master in zip(own, group["params"], strict=True):
-            masters[parameter] = (index, master)
+        states = [optimizer.state.get(master, {}) for master in group["params"]]
+        values = [{"": m, **state} for m, state in zip(group["params"], states, strict=True)]
+        if flat:
+            (whole,) = values
+            cut = {
+                key: torch._utils._unflatten_dense_tensors(value, own)
+                if torch.is_tensor(value)
+                else [value] * len(own)
+                for key, value in whole.items()
+            }
+            values = [{key: parts[i] for key, parts in cut.items()} for i in range(len(own))]
+        for parameter, found in zip(own, values, strict=True):
+            masters[parameter] = (index, found.pop(""), found)
     parameters: dict[str, Any] = {}
     for name, parameter in engine.module.named_parameters():
         if parameter not in masters:
             continue
-        index, master = masters[parameter]
-        state = optimizer.state.get(master, {})
+        index, master, state = masters[parameter]
         keys = sorted(k for k, v in state.items() if torch.is_tensor(v) and k != "step")
         tensors = {**tensors, f"fp32:{name}": master.detach().clone()}
         tensors.update((f"{key}:{name}", state[key].detach().clone()) for key in keys)

@@ -7,6 +7,8 @@ stages (``test_real_runs.py``, ``tests/test_exactness.py``); here are the traps.
 from __future__ import annotations
 
 import json
+import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import ucpstore
 from tests.deepspeed_runs import Run, copy_run, deepspeed_run
@@ -189,6 +193,7 @@ def test_names_that_are_no_json(tmp_path: Path) -> None:
         ("crossed-s0-bf16-dp2", False),
         ("reversed-s0-bf16-dp1", False),
         ("frozen-tied-s0-bf16-dp2", False),
+        ("crossed-fused-s0-bf16-dp1", False),
         ("unstepped-s0-bf16-dp1", True),  # all norms are still ones
     ],
 )
@@ -383,6 +388,111 @@ def test_opening_reads_only_the_first_elements(tmp_path: Path) -> None:
     FORMAT.open(files)
     assert counted.count(PROBE * 4) == counted.count(PROBE * 2) == 2
     assert sum(counted) < 100_000 < masters[0].nbytes
+
+
+def flat_file(
+    listed: list[list[str]], masters: Tensors, folder: Path, *, cloned: bool = False
+) -> PieceSource:
+    """A file of `FP16_Optimizer`: per group one flat master, and weights that view one flat tensor."""
+    module = {name: value.bfloat16() for name, value in masters.items()}
+    flats = [torch.cat([masters[name].flatten() for name in group]) for group in listed]
+    for group, flat in zip(listed, flats, strict=True):
+        half, start = flat.bfloat16(), 0
+        for name in group:
+            end = start + masters[name].numel()
+            view = half[start:end].view(masters[name].shape)
+            module[name], start = view.clone() if cloned else view, end
+    state = {
+        "state": {
+            i: {"step": 4, "exp_avg": m * 2, "exp_avg_sq": m * m} for i, m in enumerate(flats)
+        },
+        "param_groups": [{"lr": 0.1, "step": 1, "params": [i]} for i in range(len(flats))],
+    }
+    optimizer = {"optimizer_state_dict": state, "fp32_groups_flat": flats, "clip_grad": 1.0}
+    return write_model(folder, module, optimizer)
+
+
+FLAT = {"a": (8, 8), "ice": (8, 8), "c": (32,), "b": (8, 8), "d": (4, 8)}
+
+
+def test_trap_in_flat_groups_is_settled_by_the_places_of_weights(tmp_path: Path) -> None:
+    """Two groups of equal length, not in the module's order, hold parameters of equal shapes."""
+    generator = torch.Generator().manual_seed(9)
+    masters = {name: torch.randn(shape, generator=generator) for name, shape in FLAT.items()}
+    listed = [["b", "c"], ["d", "a"]]
+    source = flat_file(listed, masters, tmp_path)
+    for name in ("a", "b", "c", "d"):
+        assert bits(read(source, name, "fp32")) == bits(masters[name].numpy())
+        assert bits(read(source, name, "adam_m")) == bits((masters[name] * 2).numpy())
+    assert not source.parameters["ice"].trainable
+    assert source.parameters["a"].pattern == "dp: replicate"
+    groups = source.common.document["param_groups"]
+    assert [group["params"] for group in groups] == listed
+
+
+def test_flat_groups_of_equal_values_are_refused(tmp_path: Path) -> None:
+    masters = {name: torch.ones(shape) for name, shape in FLAT.items()}
+    with pytest.raises(PatternError, match="several groups"):
+        flat_file([["b", "c"], ["d", "a"]], masters, tmp_path)
+
+
+def test_flat_groups_whose_weights_lie_apart_are_refused(tmp_path: Path) -> None:
+    masters = {name: torch.ones(shape) for name, shape in FLAT.items()}
+    with pytest.raises(UnsupportedSourceError, match="their order in it is unknown"):
+        flat_file([["b", "c"], ["d", "a"]], masters, tmp_path, cloned=True)
+
+
+SHAPES = [(3, 3), (4, 2), (3,), (2,)]
+
+
+@given(data=st.data(), half=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_names_are_right_or_refused(data: st.DataObject, half: bool) -> None:
+    """Any grouping: fp32 with groups in the module's order, 16 bit in any order."""
+    shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=7))
+    module = {
+        f"p{i}": torch.full(shape, 1.0 + i) + torch.arange(math.prod(shape)).reshape(shape) / 7
+        for i, shape in enumerate(shapes)
+    }
+    places = [data.draw(st.integers(0, 2), label=name) for name in module]  # 2: frozen
+    listed = [[n for n, p in zip(module, places, strict=True) if p == group] for group in (0, 1)]
+    listed = [group for group in listed if group]
+    assume(listed)
+    if half:
+        listed = [data.draw(st.permutations(group)) for group in listed]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            if half:
+                masters = [[module[name] for name in group] for group in listed]
+                weights = {name: value.bfloat16() for name, value in module.items()}
+                source = half_file(masters, weights, Path(folder))
+            else:
+                live = {name: torch.nn.Parameter(value) for name, value in module.items()}
+                source = write_model(Path(folder), module, adam(live, listed))
+        except PatternError:
+            kinds = [
+                {(places[i], s) for i, s in enumerate(shapes) if s == shape} for shape in shapes
+            ]
+            assert not half
+            assert any(len(kind) > 1 for kind in kinds), "refused without an ambiguity"
+            return
+        groups = source.common.document["param_groups"]
+        assert [group["params"] for group in groups] == listed
+        for name in (name for group in listed for name in group):
+            value = (module[name] * 2).numpy()
+            assert bits(read(source, name, "adam_m")) == bits(value)
+
+
+def adam(module: dict[str, torch.nn.Parameter], listed: list[list[str]]) -> dict[str, Any]:
+    """torch's state dict, with moments that are twice and the square of the parameters."""
+    groups = [{"params": [module[name] for name in group]} for group in listed]
+    optimizer = torch.optim.Adam(groups or [{"params": []}])
+    for group in listed:
+        for name in group:
+            p = module[name]
+            optimizer.state[p] = {"step": torch.tensor(3.0), "exp_avg": p.detach() * 2}
+            optimizer.state[p]["exp_avg_sq"] = p.detach() ** 2
+    return optimizer.state_dict()
 
 
 def test_case_33_no_optimizer_is_weights_only(tmp_path: Path) -> None:

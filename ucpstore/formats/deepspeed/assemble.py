@@ -18,7 +18,7 @@ from ucpstore.formats.deepspeed.states import (
     name_and_role,
     unit_words,
 )
-from ucpstore.formats.deepspeed.units import Unit, WholeUnit
+from ucpstore.formats.deepspeed.units import Unit
 from ucpstore.formats.torchfile import TensorRef
 from ucpstore.layout.coverage import require_covered
 from ucpstore.layout.geometry import FlatEven, Geometry, Strided
@@ -89,7 +89,7 @@ class Assembly:
                 fqn = entries[0][0]
                 merged = self._tp.merge(fqn, [geometry for _, geometry in entries])
                 self._add_states(fqn, merged, states, names)
-                if isinstance(per_rank[0], WholeUnit):
+                if shards[0][0].stage == 0:  # every rank has it all
                     self._patterns[fqn] = _pattern(merged, "dp: replicate")
         self._report_less(held)
 

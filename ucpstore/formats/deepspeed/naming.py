@@ -227,7 +227,7 @@ class Naming:
                 )
             masters = [entries[place].master for place in places]
             refs = [ref for ref in masters if ref is not None]
-            if len(alike) == 1 or len(refs) < len(places):
+            if len(refs) < len(places):
                 self._settle(places, alike)
             else:
                 self._by_content(places, alike, refs, probe)

@@ -1,15 +1,7 @@
 """ZeRO stage 0: the whole optimizer state lies in the model file, and no rank has a file of its own.
 
-What DeepSpeed's ``engine.py`` (``_configure_optimizer``, ``_do_optimizer_sanity_check``) makes of the user's
-optimizer decides on the schema of ``optimizer``:
-
-- fp32: torch's own ``state_dict``. The masters are the module's weights.
-- fp16 and bf16: ``FP16_UnfusedOptimizer`` with torch's ``state_dict`` and ``fp32_groups``, the masters in
-  their parameters' shapes (``fp16/unfused_optimizer.py``, ``state_dict``).
-- fp16 and bf16 with DeepSpeed's or Apex's FusedAdam: ``FP16_Optimizer`` with ``fp32_groups_flat``, which is
-  refused.
-
-No tensor has a name; `ucpstore.formats.deepspeed.naming` finds them.
+No tensor has a name; `ucpstore.formats.deepspeed.naming` finds them. Only where ``FP16_Optimizer`` made
+the module's weights views of one flat tensor per group do their places in it tell the parameters.
 """
 
 from __future__ import annotations
@@ -17,15 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate
 
-from ucpstore.errors import CorruptSourceError, Kind, PatternError, UnsupportedSourceError, listing
-from ucpstore.formats.deepspeed.checks import integer, mapping_of, sequence_of
+from ucpstore.errors import Kind, PatternError, UnsupportedSourceError
 from ucpstore.formats.deepspeed.module import Model, take_census
 from ucpstore.formats.deepspeed.naming import Entry, Naming, Prober
+from ucpstore.formats.deepspeed.saved import SavedOptimizer, read_optimizer
 from ucpstore.formats.deepspeed.shards import Shard
-from ucpstore.formats.deepspeed.states import name_and_role
-from ucpstore.formats.deepspeed.units import WholeUnit
+from ucpstore.formats.deepspeed.units import GroupUnit, Shapes, Unit, WholeUnit
 from ucpstore.formats.torchfile import TensorRef
 from ucpstore.io.base import Files
 
@@ -35,14 +26,6 @@ NAMES_FILE = "parameter_names.json"
 """Beside the model files: the names of all parameters in the optimizer's order, a list per group."""
 
 _NAMES_LIMIT = 64 << 20
-_SCALER = (
-    "dynamic_loss_scale",
-    "cur_scale",
-    "cur_iter",
-    "last_overflow_iter",
-    "scale_factor",
-    "scale_window",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +37,15 @@ class Stage0:
     model : Model
         With the shapes of the trainable parameters.
     shard : Shard
-        One unit per parameter; none where no optimizer was saved.
-    units : list of WholeUnit
+        One unit per parameter, or per flat group; none where no optimizer was saved.
+    units : list of Unit
     warnings : list of str
     """
 
     model: Model
     shard: Shard
-    units: list[WholeUnit]
+    units: list[Unit]
     warnings: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """An optimizer's state, whichever class saved it. Lists of parameters are flat, in order."""
-
-    optimizer_class: str
-    groups: tuple[Mapping[str, Any], ...]
-    members: list[list[int]]
-    masters: list[TensorRef | None]
-    states: list[dict[str, TensorRef]]
-    scalars: list[dict[str, Any]]
-    rest: dict[str, Any]
 
 
 def read_names(files: Files, folder: str) -> list[list[str]] | None:
@@ -136,7 +106,9 @@ def read_stage0(model: Model, names: Sequence[Sequence[str]] | None, probe: Prob
             " weights only, and which of them were trainable is unknown."
         )
         return Stage0(model, _shard(model, None, [], []), [], [text])
-    saved = _read(model)
+    saved = read_optimizer(model)
+    if saved.flat:
+        return _read_flat(model, saved, names, probe)
     naming = _naming(model, saved)
     _declare(naming, model, saved, names)
     found = naming.result(probe)
@@ -146,7 +118,7 @@ def read_stage0(model: Model, names: Sequence[Sequence[str]] | None, probe: Prob
         model.module[name] if ref is None else ref
         for name, ref in zip(flat, saved.masters, strict=True)
     ]
-    units = [
+    units: list[Unit] = [
         _unit(model, name, [master, *states.values()])
         for name, master, states in zip(flat, masters, saved.states, strict=True)
     ]
@@ -154,7 +126,45 @@ def read_stage0(model: Model, names: Sequence[Sequence[str]] | None, probe: Prob
     return Stage0(replace(model, shapes=list(shapes)), shard, units, naming.warnings)
 
 
-def _naming(model: Model, saved: _Saved) -> Naming:
+def _read_flat(
+    model: Model, saved: SavedOptimizer, names: Sequence[Sequence[str]] | None, probe: Prober
+) -> Stage0:
+    """Flat groups, whose parameters view them in the module, one after the other."""
+    census = take_census(model, 0)
+    views: dict[int, list[tuple[int, str, TensorRef]]] = {}
+    for name, ref in model.module.items():
+        if name in census.frozen and ref.is_contiguous and ref.numel:
+            views.setdefault(id(ref.storage), []).append((ref.start, name, ref))
+    found: dict[str, TensorRef] = {}
+    shapes: dict[str, Shapes] = {}
+    for viewed in views.values():
+        viewed.sort(key=lambda view: view[0])
+        _, label, first = viewed[0]
+        ends = list(accumulate((ref.nbytes for _, _, ref in viewed), initial=0))
+        if [start for start, _, _ in viewed] == ends[:-1] and ends[-1] == first.storage.nbytes:
+            found[label] = replace(first, shape=(sum(r.numel for _, _, r in viewed),), strides=(1,))
+            shapes[label] = {name: ref.shape for _, name, ref in viewed}
+    entries = [
+        Entry(_shape(model, master, states, index), master)
+        for index, (master, states) in enumerate(zip(saved.masters, saved.states, strict=True))
+    ]
+    groups = [[entries[index] for index in members] for members in saved.members]
+    lost = [e.shape for e in entries if e.shape not in {ref.shape for ref in found.values()}]
+    if lost:
+        raise UnsupportedSourceError(
+            f"{model.name}: no weights in 'module' are views of one tensor of {list(lost[0] or ())} elements, as"
+            " FP16_Optimizer makes those of a flat group of this length: their order in it is unknown."
+        )
+    remedy = "Save the checkpoint again with a ZeRO stage, which records names."
+    labels = Naming(model.name, found, groups, remedy).result(probe)
+    flat = [shapes[label] for group in labels for label in group]
+    warnings = [] if names is None else [f"{NAMES_FILE} was ignored: flat groups need no names."]
+    shard = _shard(model, saved, [ref for ref in saved.masters if ref is not None], [1] * len(flat))
+    units: list[Unit] = [GroupUnit.of(group, 1, None) for group in flat]
+    return Stage0(replace(model, shapes=flat), shard, units, warnings)
+
+
+def _naming(model: Model, saved: SavedOptimizer) -> Naming:
     census = take_census(model, 0)
     candidates = {name: ref for name, ref in model.module.items() if name in census.frozen}
     entries = [
@@ -171,7 +181,7 @@ def _naming(model: Model, saved: _Saved) -> Naming:
 
 
 def _declare(
-    naming: Naming, model: Model, saved: _Saved, names: Sequence[Sequence[str]] | None
+    naming: Naming, model: Model, saved: SavedOptimizer, names: Sequence[Sequence[str]] | None
 ) -> None:
     """Names that the owner wrote, or torch's ``param_names``."""
     aliases = take_census(model, 0).aliases
@@ -197,111 +207,6 @@ def _declare(
                 f"{model.name}: param_names of group {index} are not the names of its"
                 f" {len(saved.members[index])} parameters in 'module'; they were ignored."
             )
-
-
-def _read(model: Model) -> _Saved:
-    where = f"{model.name}: optimizer"
-    body = mapping_of(model.optimizer, where)
-    if "fp32_groups_flat" in body:
-        raise UnsupportedSourceError(
-            f"{where}: found the flat masters of FP16_Optimizer (fp32_groups_flat, FusedAdam without ZeRO), expected"
-            " those of FP16_UnfusedOptimizer or torch's own state: flat groups without ZeRO are not supported yet."
-        )
-    if "fp32_groups" in body:
-        base = mapping_of(body.get("optimizer_state_dict"), f"{where}: optimizer_state_dict")
-        owner, used = "FP16_UnfusedOptimizer", {"fp32_groups", "optimizer_state_dict"}
-    elif "state" in body and "param_groups" in body:
-        base, owner, used = body, "torch.optim.Optimizer", {"state", "param_groups"}
-    else:
-        raise UnsupportedSourceError(
-            f"{where}: found the keys {listing(map(str, body), cap=8)}, expected those of a torch optimizer (state,"
-            " param_groups) or of FP16_UnfusedOptimizer (fp32_groups, optimizer_state_dict).",
-            kind=Kind.MISSING_KEY,
-        )
-    groups, keys = _groups(base, where)
-    members, flat = _number(keys)
-    state = mapping_of(base.get("state"), f"{where}: state")
-    others = [key for key in state if isinstance(key, int) and key not in set(flat)]
-    if others:
-        raise CorruptSourceError(
-            f"{where}: there are states of the parameters {listing(others, cap=5)}, which are in no group."
-        )
-    masters: list[TensorRef | None] = [None] * len(flat)
-    if "fp32_groups" in body:
-        masters = list(_masters(body["fp32_groups"], [len(k) for k in keys], where))
-    rest = {key: value for key, value in body.items() if key not in used}
-    scaler = {key: rest.pop(key) for key in _SCALER if key in rest}
-    beside = {key: value for key, value in base.items() if key not in ("state", "param_groups")}
-    beside.update((key, value) for key, value in state.items() if not isinstance(key, int))
-    if beside and base is not body:
-        rest["state_dict"] = beside
-    split = [
-        _split(mapping_of(state.get(key, {}), f"{where}: state"), master, f"{where}: state {key}")
-        for key, master in zip(flat, masters, strict=True)
-    ]
-    return _Saved(
-        optimizer_class=owner,
-        groups=groups,
-        members=members,
-        masters=masters,
-        states=[states for states, _ in split],
-        scalars=[scalars for _, scalars in split],
-        rest={**rest, **({"loss_scaler": scaler} if scaler else {})},
-    )
-
-
-def _groups(
-    base: Mapping[str, Any], where: str
-) -> tuple[tuple[Mapping[str, Any], ...], list[list[int]]]:
-    """``param_groups``, and the keys of their parameters in ``state``."""
-    what = f"{where}: param_groups"
-    groups = tuple(mapping_of(item, what) for item in sequence_of(base.get("param_groups"), what))
-    keys = [[integer(k, what) for k in sequence_of(g.get("params"), what)] for g in groups]
-    flat = [key for group in keys for key in group]
-    if len(set(flat)) != len(flat):
-        raise CorruptSourceError(f"{what}: a parameter is in two places, expected each once.")
-    return groups, keys
-
-
-def _number(keys: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
-    """Number parameters through the groups; very old versions of torch use addresses as keys."""
-    flat = [key for group in keys for key in group]
-    number = {key: index for index, key in enumerate(flat)}
-    return [[number[key] for key in group] for group in keys], flat
-
-
-def _masters(value: object, lengths: Sequence[int], where: str) -> list[TensorRef]:
-    what = f"{where}: fp32_groups"
-    found: list[TensorRef] = []
-    outer = sequence_of(value, what, length=len(lengths))
-    for group, length in zip(outer, lengths, strict=True):
-        for ref in sequence_of(group, what, length=length):
-            if not isinstance(ref, TensorRef) or "float" not in ref.dtype:
-                raise CorruptSourceError(
-                    f"{what}: found {type(ref).__name__}, expected tensors of floats."
-                )
-            found.append(ref)
-    return found
-
-
-def _split(
-    entry: Mapping[str, Any], master: TensorRef | None, what: str
-) -> tuple[dict[str, TensorRef], dict[str, Any]]:
-    """Tensor states and everything else. ``step``, and 0-d tensors that are no moments, are scalars."""
-    states: dict[str, TensorRef] = {}
-    scalars: dict[str, Any] = {}
-    for key, value in entry.items():
-        moment = isinstance(key, str) and name_and_role(key)[0] != key
-        if isinstance(value, TensorRef) and key != "step" and (value.shape or moment):
-            if value.shape or master is None or not master.shape:
-                states[key] = value
-                continue
-            raise UnsupportedSourceError(
-                f"{what}: {key!r} is a single number, but its parameter has shape {list(master.shape)}.",
-                kind=Kind.SHAPE,
-            )
-        scalars[key] = value
-    return states, scalars
 
 
 def _shape(
@@ -335,7 +240,7 @@ def _unit(model: Model, name: str, refs: Sequence[TensorRef]) -> WholeUnit:
 
 
 def _shard(
-    model: Model, saved: _Saved | None, masters: Sequence[TensorRef], lengths: Sequence[int]
+    model: Model, saved: SavedOptimizer | None, masters: Sequence[TensorRef], lengths: Sequence[int]
 ) -> Shard:
     ends = [sum(lengths[: position + 1]) for position in range(len(lengths))]
     return Shard(
