@@ -131,7 +131,7 @@ def test_real_runs_whose_names_cannot_be_known_are_refused(name: str) -> None:
     assert NAMES_FILE in text
     assert "can be any of" in text
     expected = {
-        "frozen-s0-fp32-dp1": "only 1 of them are the optimizer's",
+        "frozen-s0-fp32-dp1": "the optimizer has only 1 of these 2",
         "crossed-s0-fp32-dp1": "several groups",
         "reversed-s0-fp32-dp1": "not in the module's order",
     }

@@ -269,7 +269,9 @@ class Naming:
         if len({group for group, _ in places}) > 1:
             self._refuse(places, names, "parameters of this shape are in several groups")
         if len(places) < len(names):
-            self._refuse(places, names, f"only {len(places)} of them are the optimizer's")
+            self._refuse(
+                places, names, f"the optimizer has only {len(places)} of these {len(names)}"
+            )
         for place, name in zip(places, names, strict=True):
             self._take(place, name, assumed=True)
 
