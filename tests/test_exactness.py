@@ -23,7 +23,8 @@ from ucpstore.errors import IntegrityError, Kind, UncommittedError, UnsupportedS
 CANONICAL = {"exp_avg": "adam_m", "exp_avg_sq": "adam_v"}
 HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 OPAQUE = {
-    name for name in CASES if name.startswith("muon")
+    *(name for name in CASES if name.startswith("muon")),
+    *("frozen-s0-fp32-dp1", "crossed-s0-fp32-dp1", "reversed-s0-fp32-dp1"),
 }  # states that are refused: see the reader's tests
 
 

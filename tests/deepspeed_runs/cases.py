@@ -11,8 +11,9 @@ from typing import Any, Literal
 Tied = Literal["no", "forward", "reverse"]
 Dtype = Literal["fp32", "bf16"]
 ModelName = Literal["llama", "tiny", "wide", "hf"]
-OptimizerName = Literal["adamw", "sgd", "rmsprop", "muon"]
+OptimizerName = Literal["adamw", "sgd", "rmsprop", "muon", "fused"]
 SchedulerName = Literal["warmup", "lambda", "none"]
+Grouping = Literal["decay", "reversed", "crossed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,16 @@ class Case:
     world : int
         Number of ranks (dp x tp).
     stage : int
-        ZeRO stage, 1 to 3.
+        ZeRO stage, 0 to 3.
     dtype : {"fp32", "bf16"}
         Dtype of the model the engine trains.
     zero, config : mapping
         Additions to `zero_optimization` and to the whole DeepSpeed configuration.
+    grouping : {"decay", "reversed", "crossed"}
+        The optimizer's groups: matrices and vectors; the same, listed backwards; or every second
+        matrix and vector, so that both groups hold parameters of the same shapes.
+    named : bool
+        The optimizer is given names, which torch then saves (``param_names``).
     tp : int
         AutoTP size; needs ``model="hf"`` with `sizes`.
     """
@@ -45,6 +51,8 @@ class Case:
     optimizer: OptimizerName = "adamw"
     scheduler: SchedulerName = "warmup"
     single_group: bool = False
+    grouping: Grouping = "decay"
+    named: bool = False
     steps: int = 3
     exclude_frozen: bool = False
     rich_client_state: bool = False
@@ -204,6 +212,36 @@ def _loop() -> list[Case]:
     ]
 
 
+def _stage0() -> list[Case]:
+    """Return the cases without ZeRO: the optimizer's state is in the model file, without names."""
+    return [
+        Case("s0-fp32-dp2", 2, 0, "fp32"),
+        Case("tied-s0-fp32-dp2", 2, 0, "fp32", tied="forward"),
+        Case("frozen-s0-fp32-dp1", 1, 0, "fp32", frozen=True),
+        Case("crossed-s0-fp32-dp1", 1, 0, "fp32", grouping="crossed"),
+        Case("reversed-s0-fp32-dp1", 1, 0, "fp32", grouping="reversed"),
+        Case("named-s0-fp32-dp2", 2, 0, "fp32", grouping="crossed", frozen=True, named=True),
+        Case("sgd-s0-fp32-dp1", 1, 0, "fp32", optimizer="sgd"),
+        Case("unstepped-s0-fp32-dp1", 1, 0, "fp32", steps=0, single_group=True),
+        Case("legacy-s0-fp32-dp1", 1, 0, "fp32", config=_LEGACY_FILES, scheduler="none"),
+        Case("s0-bf16-dp2", 2, 0, "bf16"),
+        Case("frozen-tied-s0-bf16-dp2", 2, 0, "bf16", frozen=True, tied="reverse"),
+        Case("crossed-s0-bf16-dp2", 2, 0, "bf16", grouping="crossed", frozen=True),
+        Case("reversed-s0-bf16-dp1", 1, 0, "bf16", grouping="reversed"),
+        Case("fused-s0-bf16-dp2", 2, 0, "bf16", optimizer="fused", tied="forward"),
+        Case(
+            "crossed-fused-s0-bf16-dp1",
+            1,
+            0,
+            "bf16",
+            optimizer="fused",
+            frozen=True,
+            grouping="crossed",
+        ),
+        Case("unstepped-s0-bf16-dp1", 1, 0, "bf16", steps=0),
+    ]
+
+
 def _tensor_parallel() -> list[Case]:
     """Return the AutoTP cases: a Hugging Face LLaMA with grouped-query attention."""
     hf: dict[str, Any] = {"model": "hf", "tp": 2, "sizes": _HF}
@@ -218,12 +256,13 @@ def _tensor_parallel() -> list[Case]:
         Case("tp2-s3-fp32-dp2", 4, 3, "fp32", **hf),
         Case("tp2-uneven-s1-fp32-dp2", 4, 1, "fp32", **uneven),
         Case("tp4-uneven-s1-fp32-dp1", 4, 1, "fp32", **ten),
+        Case("tp2-s0-bf16-dp1", 2, 0, "bf16", **hf),
     ]
 
 
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         case.name: case
-        for case in [*_grid(), *_structure(), *_engine(), *_loop(), *_tensor_parallel()]
+        for case in [*_grid(), *_structure(), *_engine(), *_loop(), *_stage0(), *_tensor_parallel()]
     }
 )

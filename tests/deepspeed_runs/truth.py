@@ -48,6 +48,9 @@ def record_truth(
 ) -> None:
     """Write the truth of the trained `engine`; every rank must call this."""
     optimizer = engine.optimizer
+    if case.stage == 0:
+        record_stage0(engine, case, folder, facts=facts, tensors=tensors)
+        return
     relink(optimizer)
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     states, opaque = agreed_states(optimizer, names)
@@ -81,9 +84,56 @@ def record_truth(
         "oracle": oracle,
         "parameters": parameters,
         "opaque_states": opaque,
-        "groups": group_facts(optimizer, parameters),
+        "groups": group_facts(optimizer.optimizer, parameters),
     }
     write(engine, case, folder, tensors=tensors, facts=facts)
+
+
+def record_stage0(
+    engine: Any, case: Case, folder: Path, *, facts: dict[str, Any], tensors: Tensors
+) -> None:
+    """Write the truth without ZeRO: live masters and states, found by the parameters themselves.
+
+    In fp32 DeepSpeed leaves the optimizer as it is, so its parameters are the model's; in 16 bit
+    `FP16_UnfusedOptimizer` keeps pairs of a model's parameter and its master, and `FP16_Optimizer`
+    flattens a group with torch's function, whose inverse finds the parameters again.
+    """
+    wrapper = engine.optimizer
+    optimizer = getattr(wrapper, "optimizer", wrapper)
+    flat = hasattr(wrapper, "fp32_groups_flat")
+    masters: dict[torch.nn.Parameter, tuple[int, torch.Tensor, dict[str, Any]]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        own = wrapper.fp16_groups[index] if wrapper is not optimizer else group["params"]
+        states = [optimizer.state.get(master, {}) for master in group["params"]]
+        values = [{"": m, **state} for m, state in zip(group["params"], states, strict=True)]
+        if flat:
+            (whole,) = values
+            cut = {
+                key: torch._utils._unflatten_dense_tensors(value, own)
+                if torch.is_tensor(value)
+                else [value] * len(own)
+                for key, value in whole.items()
+            }
+            values = [{key: parts[i] for key, parts in cut.items()} for i in range(len(own))]
+        for parameter, found in zip(own, values, strict=True):
+            masters[parameter] = (index, found.pop(""), found)
+    parameters: dict[str, Any] = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter not in masters:
+            continue
+        index, master, state = masters[parameter]
+        keys = sorted(k for k, v in state.items() if torch.is_tensor(v) and k != "step")
+        tensors = {**tensors, f"fp32:{name}": master.detach().clone()}
+        tensors.update((f"{key}:{name}", state[key].detach().clone()) for key in keys)
+        parameters[name] = {"group": index, "states": keys, "step": number(state.get("step"))}
+    facts = {
+        **facts,
+        "oracle": "live optimizer",
+        "parameters": parameters,
+        "opaque_states": [],
+        "groups": group_facts(optimizer, parameters),
+    }
+    write(engine, case, folder, tensors={**tensors, **model_tensors(engine, case)}, facts=facts)
 
 
 def relink(optimizer: Any) -> None:
@@ -248,7 +298,7 @@ def aliases(module: torch.nn.Module) -> dict[str, str]:
 def group_facts(optimizer: Any, parameters: dict[str, Any]) -> list[dict[str, Any]]:
     """Return each group's live hyper-parameters and the names of its parameters."""
     groups = []
-    for index, group in enumerate(optimizer.optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups):
         hyper = {key: value for key, value in group.items() if key != "params"}
         members = [name for name, facts in parameters.items() if facts["group"] == index]
         groups.append({"hyper": hyper, "names": members})
@@ -271,7 +321,7 @@ def write(
     everything = {
         "case": case.name,
         "tag": f"global_step{engine.global_steps}",
-        "optimizer": type(engine.optimizer.optimizer).__name__,
+        "optimizer": type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__,
         "zero_optimizer": type(engine.optimizer).__name__,
         "clip_grad": engine.gradient_clipping(),
         "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],

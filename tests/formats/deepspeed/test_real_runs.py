@@ -20,7 +20,13 @@ from ucpstore.pieces import PieceSource
 from ucpstore.tagged import decode
 
 OURS = {"exp_avg": "adam_m", "exp_avg_sq": "adam_v"}
-UNREADABLE = {"muon-s2-bf16-dp2"}
+# The last three: stage 0 whose optimizer's numbers can stand for several parameters (test_stage0.py).
+UNREADABLE = {
+    "muon-s2-bf16-dp2",
+    "frozen-s0-fp32-dp1",
+    "crossed-s0-fp32-dp1",
+    "reversed-s0-fp32-dp1",
+}
 READABLE = [name for name in CASES if name not in UNREADABLE]
 
 
@@ -48,7 +54,8 @@ def truth_of(run: Run) -> Iterator[tuple[str, str, np.ndarray]]:
         yield fqn, "fp32", run.full("fp32", fqn)
         for state in entry["states"]:
             yield fqn, OURS.get(state, state), run.full(state, fqn)
-        if run.case.stage < 3:
+        # at stage 3 `module` has placeholders; in fp32 without ZeRO it has the masters themselves
+        if run.case.stage < 3 and (run.case.stage or run.case.dtype != "fp32"):
             yield fqn, "weight", run.full("weight", fqn)
     if not run.case.exclude_frozen:
         for fqn in facts["frozen"]:
@@ -127,7 +134,9 @@ def test_common_state_equals_the_live_engine(name: str) -> None:
     assert source.parallelism["zero_stage"] == run.case.stage
     assert source.parallelism["dp"] == run.case.dp
     assert source.parallelism["tp"] == run.case.tp
-    assert source.parallelism["optimizer_class"] == facts["zero_optimizer"]
+    unnamed = run.case.stage == 0 and run.case.dtype == "fp32"  # torch does not save its class
+    expected_class = "torch.optim.Optimizer" if unnamed else facts["zero_optimizer"]
+    assert source.parallelism["optimizer_class"] == expected_class
     assert document["framework"]["dp_world_size"] == facts["counters"]["dp_world_size"]
 
 

@@ -12,6 +12,7 @@ from ucpstore.formats.deepspeed.autotp import Merged, TensorParallel
 from ucpstore.formats.deepspeed.module import Census, Model, is_placeholder
 from ucpstore.formats.deepspeed.shards import Shard
 from ucpstore.formats.deepspeed.states import (
+    MASTER,
     UnitState,
     collect_unit,
     name_and_role,
@@ -86,6 +87,8 @@ class Assembly:
                 fqn = entries[0][0]
                 merged = self._tp.merge(fqn, [geometry for _, geometry in entries])
                 self._add_states(fqn, merged, states)
+                if shards[0][0].stage == 0:  # every rank has it all
+                    self._patterns[fqn] = _pattern(merged, "dp: replicate")
         self._report_less(held)
 
     def _report_less(self, held: Sequence[tuple[str, frozenset[str]]]) -> None:
@@ -122,6 +125,8 @@ class Assembly:
                     ref is None or is_placeholder(ref, shape)
                     for ref, shape in zip(refs, local, strict=True)
                 ):
+                    continue
+                if self._is_master(fqn, first, refs[0]):
                     continue
                 self._require_shapes(fqn, models, local)
                 bound, merged = self._whole(fqn, models, refs)
@@ -222,6 +227,13 @@ class Assembly:
                 kind=Kind.SHAPE,
                 fqn=fqn,
             )
+
+    def _is_master(self, fqn: str, model: Model, ref: TensorRef | None) -> bool:
+        """Whether the weight in ``module`` is the master itself: fp32 without ZeRO."""
+        if ref is None:
+            return False
+        buffer = Buffer(self._file_of(model.name), ref.offset, ref.nbytes)
+        return self.bound[fqn, MASTER].buffers[0] == buffer
 
     def _is_lost(self, fqn: str, ref: TensorRef | None, stage: int) -> bool:
         """A frozen parameter of stage 3 whose fragments were not saved."""

@@ -74,6 +74,10 @@ class Model:
         ``shared_params``: further name -> first name.
     rest : dict
         All other entries.
+    optimizer : object
+        The optimizer's state, which is here without ZeRO only.
+    stage0 : bool
+        There are no ``param_shapes``: the engine ran without ZeRO, or without an optimizer.
     """
 
     name: str
@@ -86,6 +90,8 @@ class Model:
     fragments: Mapping[str, TensorRef]
     shared: Mapping[str, str]
     rest: Mapping[str, Any]
+    optimizer: Any = None
+    stage0: bool = False
 
     @property
     def trainable(self) -> dict[str, tuple[int, ...]]:
@@ -115,7 +121,7 @@ def read_model(file: TorchFile) -> Model:
     CorruptSourceError
         Keys are missing or of another type.
     UnsupportedSourceError
-        It belongs to a pipeline, to an MoE model or to stage 0.
+        It belongs to a pipeline or to an MoE model.
     """
     name = file.stat.name
     root = mapping_of(file.root, name)
@@ -132,10 +138,7 @@ def read_model(file: TorchFile) -> Model:
             f"{name}: 'module' is empty: pipeline checkpoints, whose weights are in layer files, are not supported"
             " yet."
         )
-    if root.get("param_shapes") is None:
-        raise UnsupportedSourceError(
-            f"{name}: no param_shapes: checkpoints of ZeRO stage 0 are not supported yet."
-        )
+    stage0 = root.get("param_shapes") is None
     module = named(root["module"], f"{name}: module")
     frozen = root.get("frozen_param_shapes")
     what = f"{name}: frozen_param_shapes"
@@ -155,7 +158,7 @@ def read_model(file: TorchFile) -> Model:
         big_endian=file.big_endian,
         module={key: value for key, value in module.items() if isinstance(value, TensorRef)},
         extras={key: value for key, value in module.items() if not isinstance(value, TensorRef)},
-        shapes=read_shapes(root["param_shapes"], f"{name}: param_shapes"),
+        shapes=[] if stage0 else read_shapes(root["param_shapes"], f"{name}: param_shapes"),
         buffer_names=frozenset(
             _texts(sequence_of(root.get("buffer_names") or [], f"{name}: buffer_names"), name)
         ),
@@ -165,6 +168,8 @@ def read_model(file: TorchFile) -> Model:
         fragments=fragments,
         shared=dict(zip(shared, _texts(shared.values(), f"{name}: shared_params"), strict=True)),
         rest={key: value for key, value in root.items() if key not in _USED},
+        optimizer=root.get("optimizer"),
+        stage0=stage0,
     )
 
 

@@ -29,7 +29,9 @@ from ucpstore.formats.deepspeed.autotp import TensorParallel
 from ucpstore.formats.deepspeed.common import collect_common
 from ucpstore.formats.deepspeed.files import RankFiles
 from ucpstore.formats.deepspeed.module import Model, read_model, take_census
+from ucpstore.formats.deepspeed.naming import Prober
 from ucpstore.formats.deepspeed.shards import Shard, read_shard
+from ucpstore.formats.deepspeed.stage0 import read_names, read_stage0
 from ucpstore.formats.deepspeed.states import compare_mappings
 from ucpstore.formats.deepspeed.stubs import index
 from ucpstore.formats.deepspeed.units import GroupUnit, SubGroupUnit, Unit
@@ -45,7 +47,7 @@ _T = TypeVar("_T")
 
 
 class DeepSpeedFormat:
-    """Checkpoints of DeepSpeed ZeRO 1, 2, 3 and BF16_Optimizer, with or without AutoTP."""
+    """Checkpoints of DeepSpeed ZeRO 0, 1, 2, 3 and BF16_Optimizer, with or without AutoTP."""
 
     name = "deepspeed"
 
@@ -65,9 +67,10 @@ class DeepSpeedFormat:
         UnsafePickleError
             A file names a class outside the allow-list.
         UnsupportedSourceError
-            Pipeline, MoE, stage 0, universal or offloaded checkpoints, unknown layouts.
+            Pipeline, MoE, universal or offloaded checkpoints, unknown layouts.
         PatternError
-            Tensor-parallel slices that no rule describes.
+            Tensor-parallel slices that no rule describes; stage 0 whose optimizer's parameters can have
+            several names.
         """
         found = rank_files.discover(files, tag)
         return _Opening(files, found).source()
@@ -102,7 +105,7 @@ class _Opening:
         models = self._all_models(ranks, needed=bool(census.frozen) and stage == 3)
         assembly = Assembly(tp, census, file_of=self._file_of)
         assembly.add_trainable(ranks.units, ranks.shards)
-        if not assembly.stepped:
+        if not assembly.stepped and ranks.shards[0][0].masters:
             self._warnings.append(
                 "the optimizer has no states yet (it never took a step): there are master weights only."
             )
@@ -140,6 +143,8 @@ class _Opening:
         ]
         for other in models[1:]:
             require_one_run(model, other, same_shapes=False)
+        if model.stage0:
+            return self._read_stage0(models)
         if not found.optims:
             raise _without_optimizer(found, model)
         first = self._shard(found.optims[0, 0])
@@ -165,6 +170,34 @@ class _Opening:
             )
         units = [_units(model, group) for model, group in zip(models, shards, strict=True)]
         return _Ranks(models, shards, units)
+
+    def _read_stage0(self, models: Sequence[Model]) -> _Ranks:
+        """Without ZeRO there are model files only, one per model-parallel rank."""
+        found, first = self._found, models[0]
+        if found.optims or found.partitioned:
+            others = found.optims or found.models
+            raise UnsupportedSourceError(
+                f"{first.name}: no param_shapes, as of ZeRO stage 0, but {len(others)} rank files such as"
+                f" {next(iter(others.values())).name} are there, expected none: such checkpoints are not supported."
+            )
+        names = read_names(self._files, found.folder)
+        ranks = _Ranks([], [], [])
+        steps: Mapping[int, Any] = {}
+        for model in models:
+            rank = read_stage0(
+                model, names, Prober(self._files, model.name, model.big_endian, self._map)
+            )
+            if not ranks.shards:
+                steps = read_steps(self._files, rank.shard)
+            else:
+                mine = read_steps(self._files, rank.shard)
+                require_one_save(ranks.shards[0][0], rank.shard, like=steps, steps=mine)
+                _require_same(ranks.shards[0][0], rank.shard, ("optimizer_class", "group_units"))
+            ranks.models.append(rank.model)
+            ranks.shards.append([rank.shard])
+            ranks.units.append(list(rank.units))
+            self._warnings += rank.warnings
+        return ranks
 
     def _left_over(self, ranks: int, found: int, what: str) -> None:
         self._warnings.append(
@@ -225,11 +258,14 @@ class _Opening:
     def _parallelism(self, ranks: _Ranks) -> dict[str, Any]:
         shard = ranks.shards[0][0]
         model = ranks.models[0]
+        dp = len(ranks.shards[0])
+        if model.stage0 and isinstance(model.rest.get("dp_world_size"), int):
+            dp = model.rest["dp_world_size"]
         return {
             "framework": DeepSpeedFormat.name,
             "version": model.rest.get("ds_version") or shard.rest.get("ds_version"),
             "zero_stage": shard.stage,
-            "dp": len(ranks.shards[0]),
+            "dp": dp,
             "tp": self._found.mp,
             "pp": 1,
             "optimizer_class": shard.optimizer_class,

@@ -16,7 +16,7 @@ from ucpstore.errors import (
     listing,
 )
 from ucpstore.formats.deepspeed.shards import Shard
-from ucpstore.formats.deepspeed.units import GroupUnit, Unit
+from ucpstore.formats.deepspeed.units import GroupUnit, Unit, WholeUnit
 from ucpstore.formats.torchfile import TensorRef
 from ucpstore.pieces import Buffer
 
@@ -155,6 +155,7 @@ def _lacks(shard: Shard, index: int, state: str, unit: Unit) -> IncompleteSource
 def unit_words(index: int, unit: Unit) -> str:
     """What to call a unit in messages: its kind, number and first parameters."""
     what = "group" if isinstance(unit, GroupUnit) else "sub-group"
+    what = "parameter" if isinstance(unit, WholeUnit) else what
     return f"{what} {index} ({listing(unit.shapes, cap=2)})"
 
 

@@ -15,9 +15,9 @@ from typing import Protocol, TypeAlias
 
 from ucpstore.errors import CorruptSourceError
 from ucpstore.formats.deepspeed.checks import integers, named, sequence_of
-from ucpstore.layout.geometry import FlatEven, Geometry
+from ucpstore.layout.geometry import FlatEven, Geometry, Strided
 
-__all__ = ["GroupUnit", "Shapes", "SubGroupUnit", "Unit", "read_shapes"]
+__all__ = ["GroupUnit", "Shapes", "SubGroupUnit", "Unit", "WholeUnit", "read_shapes"]
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
@@ -152,6 +152,36 @@ class SubGroupUnit:
         for (name, shape), width in zip(self.shapes.items(), self.widths, strict=True):
             yield name, FlatEven(shape, 0, max(width, 1), base, first_slot, self.ranks)
             base += width
+
+
+@dataclass(frozen=True, slots=True)
+class WholeUnit:
+    """One parameter without ZeRO: every rank has it whole, in its own shape, and one rank saved it.
+
+    Attributes
+    ----------
+    shapes : mapping of str to tuple of int
+        Of the one parameter.
+    strides : tuple of int, elements, or None
+        Where it is not row-major.
+    """
+
+    shapes: Shapes
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def ranks(self) -> int:
+        return 1
+
+    def lengths(self, rank: int) -> tuple[int, ...]:
+        return tuple(math.prod(shape) for shape in self.shapes.values())
+
+    def holds(self, rank: int) -> bool:
+        return True
+
+    def geometries(self, first_slot: int) -> Iterator[tuple[str, Geometry]]:
+        for name, shape in self.shapes.items():
+            yield name, Strided(shape, first_slot, 0, self.strides)
 
 
 def read_shapes(value: object, what: str) -> list[Shapes]:
