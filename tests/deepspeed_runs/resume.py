@@ -47,6 +47,8 @@ class Request:
         """`case` with this run's layout."""
         zero = {**case.zero, **self.zero}
         layout: dict[str, Any] = {"world": self.world, "stage": self.stage, "dtype": self.dtype}
+        if self.load is not None:
+            layout["tp"] = 1  # converted checkpoints are not tensor-parallel
         return replace(case, **layout, zero=zero)
 
     def __call__(self, case: Case, folder: Path) -> None:

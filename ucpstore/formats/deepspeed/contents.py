@@ -47,7 +47,8 @@ def _config(recipe: Recipe) -> Any:
         zero["sub_group_size"] = layout.sub_group_size
     bf16 = config.get("bf16")
     bf16 = {**(bf16 if isinstance(bf16, dict) else {}), "enabled": recipe.dtype == "bfloat16"}
-    return {**config, "zero_optimization": zero, "bf16": bf16}
+    kept = {key: value for key, value in config.items() if key != "tensor_parallel"}
+    return {**kept, "zero_optimization": zero, "bf16": bf16}
 
 
 # ---------------------------------------------------------------------- model files
