@@ -138,16 +138,19 @@ class _Request:
     dest_options: Mapping[str, Any] = field(repr=False)
     layout: Layout | None = None
 
-    def open(self) -> tuple[Plan, Source, ZarrTarget | DeepSpeedTarget]:
-        """Open the source, lay out the target and plan; reads metadata only."""
+    def open(self, *, ranks: bool = False) -> tuple[Plan, Source, ZarrTarget | DeepSpeedTarget]:
+        """Open the source, lay out the target and plan; reads metadata only.
+
+        With ``ranks`` the plan of a native target lists which rank will hold which parts.
+        """
         source = _open_source(open_files(self.source, self.source_options), self.format, self.tag)
         files = open_files(self.dest, self.dest_options)
         if self.layout is not None:
-            return self._open_native(source, files, self.layout)
+            return self._open_native(source, files, self.layout, ranks=ranks)
         return self._open_zarr(source, files)
 
     def _open_native(
-        self, source: Source, files: Files, layout: Layout
+        self, source: Source, files: Files, layout: Layout, *, ranks: bool
     ) -> tuple[Plan, Source, DeepSpeedTarget]:
         from ucpstore.formats.deepspeed.writer import DeepSpeedTarget, same_layout
 
@@ -160,7 +163,7 @@ class _Request:
             target,
             states=target.states,
             free_space=files.free_space(),
-            layout=target.layout(),
+            layout=target.layout() if ranks else layout.to_json(),
             warnings=warnings,
         )
         return plan, source, target
@@ -221,7 +224,7 @@ def plan(
         source, dest, format, tag, states, only, exclude, source_options, dest_options
     )
     request = _towards(request, to, layout)
-    return request.open()[0]
+    return request.open(ranks=True)[0]
 
 
 def _request(

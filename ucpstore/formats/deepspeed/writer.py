@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import xxhash
@@ -115,20 +116,7 @@ class DeepSpeedTarget:
             raise PlanError(f"tag {self._recipe.tag!r} is no plain folder name.", kind=Kind.NAME)
         self._log = DeepSpeedLog(files)
         self._names = file_names(self._recipe)
-        writers = [self._writer(index) for index in range(len(self._names))]
-        self._tasks = tuple(
-            Task(index, f"{self._recipe.tag}/{name}", writer.nbytes)
-            for index, ((name, _, _), writer) in enumerate(zip(self._names, writers, strict=True))
-        )
-        self._memory = _BLOCKS * BLOCK + 2 * max(writer.pickle_nbytes for writer in writers)
-        self._states = tuple(
-            sorted({(p.fqn, p.state) for w in writers for t in w.tensors for p in t.parts})
-        )
-        contents = [
-            (w.pickle_digest, [(t.dtype, t.shape, t.parts, t.data) for t in w.tensors])
-            for w in writers
-        ]
-        self._contents = hashlib.sha256(repr(contents).encode()).hexdigest()
+        self._lay_out()
 
     def __repr__(self) -> str:
         return f"<DeepSpeedTarget {self.url!r}: {len(self._tasks)} files>"
@@ -227,6 +215,27 @@ class DeepSpeedTarget:
 
     # -------------------------------------------------------------- internal
 
+    def _lay_out(self) -> None:
+        """Sizes and contents of all files, one file in memory at a time."""
+        tasks = []
+        contents = hashlib.sha256()
+        states: set[tuple[str, str]] = set()
+        largest = 0
+        for index, (name, _, _) in enumerate(self._names):
+            writer = self._writer(index)
+            tasks.append(Task(index, f"{self._recipe.tag}/{name}", writer.nbytes))
+            contents.update(writer.pickle_digest.encode())
+            for tensor in writer.tensors:
+                contents.update(
+                    repr((tensor.dtype, tensor.shape, tensor.parts, tensor.data)).encode()
+                )
+                states.update((part.fqn, part.state) for part in tensor.parts)
+            largest = max(largest, writer.pickle_nbytes)
+        self._tasks = tuple(tasks)
+        self._memory = _BLOCKS * BLOCK + 2 * largest
+        self._states = tuple(sorted(states))
+        self._contents = contents.hexdigest()
+
     def _writer(self, index: int) -> TorchWriter:
         name, kind, rank = self._names[index]
         make = model_file if kind == "model" else optimizer_file
@@ -285,6 +294,9 @@ class DeepSpeedTarget:
                     f"cannot move {staged!r} to {final!r}: {error.strerror or error}.", url=self.url
                 ) from error
         self._files.delete([stat.name for stat in self._files.list(STAGING)])
+        for folder in (os.path.dirname(staged), os.path.join(self._files.url, STAGING)):
+            with suppress(OSError):  # gone, or in use by another writer of this plan
+                os.rmdir(folder)  # noqa: PTH106
 
 
 def _sync_folder(path: str) -> None:
