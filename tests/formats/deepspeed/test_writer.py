@@ -332,6 +332,17 @@ def test_what_cannot_be_written_is_refused(
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize(
+    "text", ["dp", "dp=0", "dp=-1", "dp=1,dp=2", "zero_stage=4", "dtype=int8", "ranks=2", "dp=1.5"]
+)
+def test_layouts_that_make_no_sense_are_refused(text: str) -> None:
+    assert Layout.parse("dp=2, zero_stage=3, dtype=bf16") == Layout(
+        dp=2, zero_stage=3, dtype="bfloat16"
+    )
+    with pytest.raises(PlanError, match="layout"):
+        Layout.parse(text)
+
+
 def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     path = deepspeed_run("s2-bf16-dp2").path
     layout = Layout(dp=2)

@@ -48,6 +48,8 @@ def _config(recipe: Recipe) -> Any:
     bf16 = config.get("bf16")
     bf16 = {**(bf16 if isinstance(bf16, dict) else {}), "enabled": recipe.dtype == "bfloat16"}
     kept = {key: value for key, value in config.items() if key != "tensor_parallel"}
+    if isinstance(fp16 := kept.get("fp16"), dict):
+        kept["fp16"] = {**fp16, "enabled": recipe.dtype == "float16"}
     return {**kept, "zero_optimization": zero, "bf16": bf16}
 
 
