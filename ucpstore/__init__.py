@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from ucpstore.checkpoint import Checkpoint, LazyTensor, Parameter
     from ucpstore.engine.plan import Plan
     from ucpstore.engine.run import Report
+    from ucpstore.layout.parallel import Layout
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Checkpoint": "ucpstore.checkpoint",
+    "Layout": "ucpstore.layout.parallel",
     "LazyTensor": "ucpstore.checkpoint",
     "Parameter": "ucpstore.checkpoint",
     "Plan": "ucpstore.engine.plan",
@@ -38,6 +40,7 @@ _HOME = {
 
 __all__ = [
     "Checkpoint",
+    "Layout",
     "LazyTensor",
     "Parameter",
     "Plan",

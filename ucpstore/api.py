@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from ucpstore.checkpoint import Checkpoint
+from ucpstore.claims import COMMIT
 from ucpstore.contracts import Format, Source
 from ucpstore.engine.plan import Plan, make_plan
-from ucpstore.engine.run import Report, Workers, run
+from ucpstore.engine.run import Report, Workers, nothing_to_do, run
 from ucpstore.engine.sizes import parse_bytes
 from ucpstore.engine.worker import Settings
 from ucpstore.errors import (
@@ -26,8 +27,10 @@ from ucpstore.events import Listener
 from ucpstore.io import open_files
 from ucpstore.io.base import Files
 from ucpstore.io.urls import parse_url
+from ucpstore.layout.parallel import Layout
 
 if TYPE_CHECKING:
+    from ucpstore.formats.deepspeed.writer import DeepSpeedTarget
     from ucpstore.inspect.diff import Diff
     from ucpstore.inspect.verify import Verification
     from ucpstore.store.target import ZarrTarget
@@ -133,15 +136,43 @@ class _Request:
     exclude: tuple[str, ...] | None
     source_options: Mapping[str, Any] = field(repr=False)
     dest_options: Mapping[str, Any] = field(repr=False)
+    layout: Layout | None = None
 
-    def open(self) -> tuple[Plan, Source, ZarrTarget]:
-        """Open the source, lay out the target and plan; reads metadata only."""
-        from ucpstore.store.grid import plan_arrays
-        from ucpstore.store.target import ZarrTarget
+    def open(self, *, ranks: bool = False) -> tuple[Plan, Source, ZarrTarget | DeepSpeedTarget]:
+        """Open the source, lay out the target and plan; reads metadata only.
 
+        With ``ranks`` the plan of a native target lists which rank will hold which parts.
+        """
         source = _open_source(open_files(self.source, self.source_options), self.format, self.tag)
         files = open_files(self.dest, self.dest_options)
         _refuse_inside(source, files)
+        if self.layout is not None:
+            return self._open_native(source, files, self.layout, ranks=ranks)
+        return self._open_zarr(source, files)
+
+    def _open_native(
+        self, source: Source, files: Files, layout: Layout, *, ranks: bool
+    ) -> tuple[Plan, Source, DeepSpeedTarget]:
+        from ucpstore.formats.deepspeed.writer import DeepSpeedTarget, same_layout
+
+        target = DeepSpeedTarget(files, source, layout)
+        warnings = [*target.warnings]
+        if same_layout(source, layout):
+            warnings.append(_SAME_LAYOUT)
+        plan = make_plan(
+            source,
+            target,
+            states=target.states,
+            free_space=files.free_space(),
+            layout=target.layout() if ranks else layout.to_json(),
+            warnings=warnings,
+        )
+        return plan, source, target
+
+    def _open_zarr(self, source: Source, files: Files) -> tuple[Plan, Source, ZarrTarget]:
+        from ucpstore.store.grid import plan_arrays
+        from ucpstore.store.target import ZarrTarget
+
         arrays = plan_arrays(source, states=self.states, only=self.only, exclude=self.exclude)
         target = ZarrTarget(files, arrays, source=source, step=_step(source))
         members = [member for array in arrays for member in array.members]
@@ -169,7 +200,12 @@ def _step(source: Source) -> int | None:
     return step if type(step) is int else None
 
 
-def _open_job(request: _Request) -> tuple[str, Source, ZarrTarget]:
+_SAME_LAYOUT = (
+    "the source has this layout already: DeepSpeed loads it as it is, and convert would do nothing."
+)
+
+
+def _open_job(request: _Request) -> tuple[str, Source, ZarrTarget | DeepSpeedTarget]:
     found, source, target = request.open()
     return found.digest, source, target
 
@@ -178,6 +214,8 @@ def plan(
     source: Url,
     dest: Url,
     *,
+    to: str = "zarr",
+    layout: Layout | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     states: Sequence[str] | None = None,
@@ -196,7 +234,8 @@ def plan(
     request = _request(
         source, dest, format, tag, states, only, exclude, source_options, dest_options
     )
-    return request.open()[0]
+    request = _towards(request, to, layout)
+    return request.open(ranks=True)[0]
 
 
 def _request(
@@ -224,6 +263,29 @@ def _request(
     )
 
 
+def _towards(request: _Request, to: str, layout: Layout | None) -> _Request:
+    """The request with its target checked."""
+    if to == "zarr":
+        if layout is not None:
+            raise PlanError(
+                "a Zarr hierarchy has no layout of ranks: give layout= with to='deepspeed'."
+            )
+        return request
+    if to != "deepspeed":
+        raise PlanError(f"cannot convert to {to!r}: expected 'zarr' or 'deepspeed'.")
+    if not isinstance(layout, Layout):
+        raise PlanError(
+            f"cannot convert to deepspeed with layout={layout!r}: expected a Layout.",
+            hint="Say how the run will be spread, such as Layout(dp=2, zero_stage=3).",
+        )
+    chosen = [name for name in ("states", "only", "exclude") if getattr(request, name) is not None]
+    if chosen:
+        raise PlanError(
+            f"cannot convert a selection ({', '.join(chosen)}) to deepspeed: it loads whole models only."
+        )
+    return replace(request, layout=layout)
+
+
 def _names(option: str, names: Sequence[str] | None) -> tuple[str, ...] | None:
     if names is None:
         return None
@@ -240,6 +302,8 @@ def convert(
     source: Url,
     dest: Url,
     *,
+    to: str = "zarr",
+    layout: Layout | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     states: Sequence[str] | None = None,
@@ -265,6 +329,11 @@ def convert(
     ----------
     source, dest : str or path
         URLs, as for `open`.
+    to : str
+        ``zarr``: our own store. ``deepspeed``: a native checkpoint that unmodified DeepSpeed loads.
+    layout : Layout, optional
+        Of the run that will load a native checkpoint. Where the source has it already, nothing is
+        written, and the report's ``url`` is the source.
     format, tag
         As for `open`.
     states : sequence of str, optional
@@ -312,7 +381,10 @@ def convert(
     request = _request(
         source, dest, format, tag, states, only, exclude, source_options, dest_options
     )
+    request = _towards(request, to, layout)
     found, opened, target = request.open()
+    if _SAME_LAYOUT in found.warnings:
+        return nothing_to_do(opened, found)
     return run(
         (opened, target),
         found,
@@ -334,9 +406,12 @@ def abandon(dest: Url, *, storage_options: Mapping[str, Any] | None = None) -> s
     str or None
         Plan digest that held the claim; None where there was no open claim.
     """
+    from ucpstore.formats.deepspeed.writer import DeepSpeedLog
     from ucpstore.store.protocol import CommitLog
 
-    return CommitLog(open_files(os.fspath(dest), storage_options)).abandon()
+    files = open_files(os.fspath(dest), storage_options)
+    native = files.stat(COMMIT) is not None
+    return (DeepSpeedLog if native else CommitLog)(files).abandon()
 
 
 def verify(

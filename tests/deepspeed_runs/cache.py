@@ -115,21 +115,25 @@ def _make(case: Case, folder: Path) -> None:
     """Train `case` in a temporary folder and give that its final name."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{case.name}-tmp-") as temporary:
         attempt = Path(temporary) / "run"
-        trainer = _trainer()
-        assert trainer.stdin is not None
-        assert trainer.stdout is not None
-        trainer.stdin.write(f"{case.name}\t{attempt}\n")
-        trainer.stdin.flush()
-        answer = trainer.stdout.readline().strip()
-        if answer != "ok":
-            _trainer.cache_clear()
-            log = Path(f"{attempt}.log")
-            tail = log.read_text()[-4000:] if log.exists() else "the trainer did not start"
-            raise RuntimeError(f"could not make DeepSpeed case {case.name}:\n{tail}")
+        ask_trainer(case.name, attempt)
         attempt.rename(folder)
     for other in folder.parent.glob(f"{case.name}-{'[0-9a-f]' * 12}"):
         if other != folder:  # made by other versions of the scripts or frameworks
             shutil.rmtree(other, ignore_errors=True)
+
+
+def ask_trainer(name: str, folder: Path, *request: str) -> None:
+    """Let the trainer make case `name` (or carry out a request about it) in `folder`."""
+    trainer = _trainer()
+    assert trainer.stdin is not None
+    assert trainer.stdout is not None
+    trainer.stdin.write("\t".join([name, str(folder), *request]) + "\n")
+    trainer.stdin.flush()
+    if trainer.stdout.readline().strip() != "ok":
+        _trainer.cache_clear()
+        log = Path(f"{folder}.log")
+        tail = log.read_text()[-4000:] if log.exists() else "the trainer did not start"
+        raise RuntimeError(f"could not make DeepSpeed case {name}:\n{tail}")
 
 
 @functools.cache

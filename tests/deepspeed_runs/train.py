@@ -19,6 +19,7 @@ import random
 import shutil
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,10 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 # What torch and DeepSpeed import only when first used: seconds on every rank of every case.
 IMPORT_BEFORE_FORK = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
+
+
+Task = Callable[[Case, Path], None]
+"""What a rank does for a case, and the folder where it leaves its results."""
 
 
 def ds_config(case: Case) -> dict[str, Any]:
@@ -94,10 +99,8 @@ def client_state(case: Case) -> dict[str, Any]:
     return state
 
 
-def train(case: Case, folder: Path) -> None:
-    """Train `case` on this rank and leave checkpoint and truth in `folder`."""
-    model = build_model(case)
-    initial = {name: value.detach().clone() for name, value in model.named_parameters()}
+def start_engine(model: torch.nn.Module, case: Case) -> tuple[Any, Any]:
+    """Return DeepSpeed's engine and scheduler around `model`."""
     optimizer = build_optimizer(model, case) if case.optimizer != "muon" else None
     engine, _, _, scheduler = deepspeed.initialize(
         model=model,
@@ -106,8 +109,11 @@ def train(case: Case, folder: Path) -> None:
         lr_scheduler=build_scheduler(optimizer, case),
         config=ds_config(case),
     )
-    tp_dims = find_tp_dims(engine.module, case, initial)
-    dp_rank = int(os.environ["RANK"]) // case.tp
+    return engine, scheduler
+
+
+def train_steps(engine: Any, case: Case, dp_rank: int) -> list[float]:
+    """Do the steps of `case` and return this rank's losses."""
     losses = []
     for step in range(case.steps):
         loss = loss_of(engine, batch(case, step, dp_rank), case)
@@ -116,6 +122,16 @@ def train(case: Case, folder: Path) -> None:
         losses.append(loss.item())
     if not all(math.isfinite(loss) for loss in losses):
         raise RuntimeError(f"case {case.name}: losses are {losses}, expected finite numbers")
+    return losses
+
+
+def train(case: Case, folder: Path) -> None:
+    """Train `case` on this rank and leave checkpoint and truth in `folder`."""
+    model = build_model(case)
+    initial = {name: value.detach().clone() for name, value in model.named_parameters()}
+    engine, scheduler = start_engine(model, case)
+    tp_dims = find_tp_dims(engine.module, case, initial)
+    losses = train_steps(engine, case, int(os.environ["RANK"]) // case.tp)
     state = client_state(case)
     engine.save_checkpoint(
         str(folder / "checkpoint"),
@@ -136,7 +152,7 @@ def train(case: Case, folder: Path) -> None:
     )
 
 
-def run_rank(case: Case, folder: Path, rank: int) -> None:
+def run_rank(case: Case, folder: Path, rank: int, task: Task) -> None:
     """Be rank `rank` of `case` (in a forked process)."""
     os.environ.update(
         RANK=str(rank),
@@ -155,12 +171,12 @@ def run_rank(case: Case, folder: Path, rank: int) -> None:
         timeout=timedelta(seconds=120),
         verbose=False,
     )
-    train(case, folder)
+    task(case, folder)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def run_case(case: Case, folder: Path) -> None:
+def run_case(case: Case, folder: Path, task: Task = train) -> None:
     """Fork the ranks of `case` and wait for them; the first failure ends the others."""
     if case.model == "hf":
         importlib.import_module("transformers.models.llama.modeling_llama")
@@ -173,7 +189,7 @@ def run_case(case: Case, folder: Path) -> None:
         if pid == 0:
             status = 1
             try:
-                run_rank(case, folder, rank)
+                run_rank(case, folder, rank, task)
                 status = 0
             except BaseException:  # the rank must end here whatever happened
                 traceback.print_exc()
@@ -198,19 +214,26 @@ def run_case(case: Case, folder: Path) -> None:
 def serve() -> None:
     """Make cases on request until standard input ends.
 
-    A request is a line ``CASE<tab>FOLDER``; the answer is the line ``ok`` or ``failed``. What the
-    case prints goes to ``FOLDER.log``.
+    A request is a line ``CASE<tab>FOLDER``, or ``CASE<tab>FOLDER<tab>REQUEST`` to go on from a
+    checkpoint (see `resume.py`); the answer is the line ``ok`` or ``failed``. What the case prints
+    goes to ``FOLDER.log``.
     """
+    from tests.deepspeed_runs.resume import Request
+
     for module in IMPORT_BEFORE_FORK:
         importlib.import_module(module)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     for line in sys.stdin:
-        name, folder = line.rstrip("\n").split("\t")
+        name, folder, *rest = line.rstrip("\n").split("\t")
         with open(f"{folder}.log", "w") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         try:
-            run_case(CASES[name], Path(folder))
+            if rest:
+                request = Request.from_json(rest[0])
+                run_case(request.case(CASES[name]), Path(folder), request)
+            else:
+                run_case(CASES[name], Path(folder))
         except RuntimeError as error:
             print(error, flush=True)
             answers.write("failed\n")

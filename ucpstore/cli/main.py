@@ -14,6 +14,7 @@ from ucpstore.cli.output import EXIT_FINDINGS, Output, options
 from ucpstore.cli.progress import Progress
 from ucpstore.engine.sizes import format_bytes
 from ucpstore.errors import ParameterNotFoundError
+from ucpstore.layout.parallel import Layout
 from ucpstore.text import printable
 
 if TYPE_CHECKING:
@@ -34,8 +35,18 @@ def main() -> None:
 
 
 def _selection(command: Any) -> Any:
-    """Options that choose parameters and states."""
+    """Options that choose the target, parameters and states."""
     for option in (
+        click.option(
+            "--layout", metavar="NAME=N,...", help="Of the run that loads it: dp=2,zero_stage=3."
+        ),
+        click.option(
+            "--to",
+            type=click.Choice(["zarr", "deepspeed"]),
+            default="zarr",
+            show_default=True,
+            help="What to write.",
+        ),
         click.option(
             "--exclude", multiple=True, metavar="GLOB", help="Leave these parameters out."
         ),
@@ -198,7 +209,10 @@ def plan(source: str, dest: str, *, output: Output, **request: Any) -> None:
 
 def _request(output: Output, request: dict[str, Any]) -> dict[str, Any]:
     """CLI options as arguments of `ucpstore.api.convert`."""
+    layout = request["layout"]
     chosen = {
+        "to": request["to"],
+        "layout": None if layout is None else Layout.parse(layout),
         "format": request["format_"],
         "tag": request["tag"],
         "states": request["states"] or None,

@@ -146,6 +146,8 @@ def make_plan(
     *,
     states: Sequence[tuple[str, str]],
     free_space: tuple[int, int] | None = None,
+    layout: Mapping[str, Any] | None = None,
+    warnings: Sequence[str] = (),
 ) -> Plan:
     """Plan the conversion of ``states`` of ``source`` into ``target``.
 
@@ -156,6 +158,10 @@ def make_plan(
         What the target will hold; common tensors under `CommonState.FQN`.
     free_space : (bytes, inodes), optional
         What the destination has left.
+    layout : mapping, optional
+        Which rank of the target will hold which parts, for display.
+    warnings : sequence of str
+        What the target does not carry over as it was.
     """
     files = source.files()
     tasks = target.tasks()
@@ -180,7 +186,11 @@ def make_plan(
             "files": len(files),
             "nbytes": sum(file.nbytes for file in files),
         },
-        target={"url": target.url, "format": target.format},
+        target={
+            "url": target.url,
+            "format": target.format,
+            **({} if layout is None else {"layout": dict(layout)}),
+        },
         parameters=len({fqn for fqn, _ in states if fqn in source.parameters}),
         tensors=len(states),
         tasks=len(tasks),
@@ -191,7 +201,7 @@ def make_plan(
         free_nbytes=free_space[0] if free_space else None,
         free_inodes=free_space[1] if free_space else None,
         left_out=_left_out(source, states),
-        warnings=tuple(source.warnings),
+        warnings=(*source.warnings, *warnings),
     )
 
 

@@ -26,7 +26,7 @@ from ucpstore.engine.worker import Job, Opener, Settings, run_batch, run_remote_
 from ucpstore.errors import IntegrityError, Kind, PlanError, UcpStoreError, WorkerError, listing
 from ucpstore.events import Committed, Listener, Published, Resumed, Started, TaskDone
 
-__all__ = ["Report", "Workers", "run"]
+__all__ = ["Report", "Workers", "nothing_to_do", "run"]
 
 REPORT_VERSION = "1.0"
 _BATCHES_PER_WORKER = 4
@@ -229,6 +229,25 @@ def run(
         tasks_resumed=len(known),
         nbytes_written=sum(record.nbytes for record in written),
         seconds=time.monotonic() - started,
+    )
+
+
+def nothing_to_do(source: Source, plan: Plan) -> Report:
+    """The report where ``source`` already is what was asked for (UCP converts only when a layout changes)."""
+    return Report(
+        url=source.url,
+        plan_digest=plan.digest,
+        committed=True,
+        already_committed=True,
+        tasks=0,
+        tasks_done=0,
+        tasks_resumed=0,
+        nbytes_written=0,
+        state_nbytes=plan.state_nbytes,
+        seconds=0.0,
+        workers=0,
+        threads=0,
+        warnings=plan.warnings,
     )
 
 

@@ -1,26 +1,4 @@
-"""How writers of one destination agree: claims, done records and the root document.
-
-Everything rests on one primitive, `Files.create` (an object comes into being whole, once, for one
-winner), so POSIX file systems and object stores follow the same code and no lock is ever held.
-
-**Claims** are objects ``.ucpstore/claims/000001.json``, ``000002.json``, ...; the highest number is the
-current claim. Creating number N+1 *is* the compare-and-swap on N. A claim names the digest of the plan
-that owns the destination, or none once its owner was declared dead (`abandon`). Writers of the same plan
-join a claim; any other plan is refused.
-
-**Fencing**: before an object becomes visible, and before a done record, a writer looks whether its claim
-is still there (somebody may have deleted the destination and begun anew) and whether claim N+1 exists.
-A writer that sleeps through that instant can still replace an object after its claim was lost;
-`ZarrTarget.commit` compares all objects with their records, and so finds it.
-
-**Done records** ``.ucpstore/done/<epoch>-<content hash>.json`` are written once `Files.sync` has made
-their objects durable. A resumed run trusts them and nothing else.
-
-**Seal**: before the first metadata document is written, the committer creates one more claim, marked
-``sealed``. It races with `abandon` for the same number, and one of them wins: either the destination is
-free and nothing of the dead plan can be committed any more, or the commit goes through (whoever runs the
-same command next finishes it). Without it, a commit that was overtaken by an abandon could publish
-objects that the next plan is overwriting.
+"""How a store is committed: claims and done records (`ucpstore.claims`), then the root document.
 
 **Root**: ``zarr.json`` with ``attributes.ucpstore.plan_digest`` is the commit, written last. A root
 without it, such as zarr-python leaves behind after ``open_group(url, mode="a")``, is not one.
@@ -28,34 +6,15 @@ without it, such as zarr-python leaves behind after ``open_group(url, mode="a")`
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from ucpstore.contracts import Record
-from ucpstore.errors import AlreadyExistsError, CheckpointNotFoundError, Kind, PlanError, listing
+from ucpstore.claims import ClaimLog, current_claim
+from ucpstore.errors import AlreadyExistsError, CheckpointNotFoundError
 from ucpstore.io.base import Files
-from ucpstore.store.documents import (
-    CLAIMS,
-    DONE,
-    ROOT,
-    VERSION,
-    Claim,
-    Done,
-    RootAttributes,
-    claim_name,
-    claim_number,
-    decode,
-    done_name,
-    encode,
-    load_json,
-    root_attributes,
-)
+from ucpstore.store.documents import ROOT, RootAttributes, load_json, root_attributes
 
 __all__ = ["CommitLog", "current_claim", "read_root"]
-
-_RECHECK_SECONDS = 2.0
-"""How long a look at the claim stays good on object stores, where it costs a request."""
 
 
 def read_root(files: Files) -> bytes | None:
@@ -66,160 +25,10 @@ def read_root(files: Files) -> bytes | None:
         return None
 
 
-def current_claim(files: Files) -> tuple[int, Claim | None]:
-    """Number and content of the current claim; ``(0, None)`` where nobody ever claimed."""
-    numbers = [claim_number(stat.name) for stat in files.list(CLAIMS, recursive=False)]
-    number = max((n for n in numbers if n is not None), default=0)
-    return number, _read_claim(files, number) if number else None
+class CommitLog(ClaimLog):
+    """The claims of a store, and its root document."""
 
-
-def _read_claim(files: Files, number: int) -> Claim:
-    name = claim_name(number)
-    return decode(files.read(name), Claim, name)
-
-
-class CommitLog:
-    """One writer's view of a destination. Picklable; safe to share between threads.
-
-    Parameters
-    ----------
-    files : Files
-        The destination.
-    """
-
-    def __init__(self, files: Files) -> None:
-        self._files = files
-        self._digest: str | None = None
-        self._number = 0
-        self._epoch = 0
-        self._sealed = False
-        self._checked = -_RECHECK_SECONDS
-
-    @property
-    def digest(self) -> str:
-        """The plan that was begun.
-
-        Raises
-        ------
-        PlanError
-            `begin` was not called.
-        """
-        if self._digest is None:
-            raise PlanError(
-                f"{self._files.url} was not claimed before it was written to.",
-                hint="Call begin() first.",
-            )
-        return self._digest
-
-    @property
-    def sealed(self) -> bool:
-        """Whether the claim was sealed when it was last looked at."""
-        return self._sealed
-
-    def begin(self, digest: str) -> bool:
-        """Claim the destination for the plan ``digest``, or join its claim.
-
-        Returns
-        -------
-        bool
-            False if the plan is committed already: there is nothing to do.
-
-        Raises
-        ------
-        AlreadyExistsError
-            Another plan committed (``ALREADY_EXISTS``) or claimed (``CLAIMED``) the destination, or it
-            holds something that is not ours.
-        """
-        if self._committed(digest):
-            return False
-        while True:
-            number, claim = current_claim(self._files)
-            if claim is None and (foreign := self._foreign_content()):
-                if current_claim(self._files)[0]:
-                    continue  # not foreign: another writer claimed and began in the meantime
-                raise AlreadyExistsError(
-                    f"{self._files.url} is not empty: found {listing(foreign)}, expected nothing.",
-                    hint="Choose another destination.",
-                    url=self._files.url,
-                )
-            if claim is None or claim.plan_digest is None:
-                number, claim = number + 1, Claim(VERSION, digest, number + 1)
-                if not self._files.create(claim_name(number), encode(claim)):
-                    continue
-            elif claim.plan_digest != digest:
-                raise self._claimed(claim.plan_digest, digest)
-            self._digest, self._number = digest, number
-            self._epoch, self._sealed = claim.epoch, claim.sealed
-            # Read again: since the first look, a whole plan may have been claimed and committed.
-            return not self._committed(digest)
-
-    def check(self, *, cached: bool = True) -> None:
-        """Refuse to go on once the claim was lost.
-
-        Parameters
-        ----------
-        cached : bool
-            On object stores, a look that is at most two seconds old is good enough.
-
-        Raises
-        ------
-        AlreadyExistsError
-            The destination was abandoned or deleted (``ABANDONED``).
-        """
-        digest, now = self.digest, time.monotonic()
-        if cached and not self._files.is_local and now - self._checked < _RECHECK_SECONDS:
-            return
-        number, sealed = self._number, self._sealed
-        try:
-            held: Claim | None = _read_claim(self._files, number)
-        except CheckpointNotFoundError:
-            held = None
-        if held is None or (held.plan_digest, held.epoch) != (digest, self._epoch):
-            found = "is gone" if held is None else "is another run's"
-            raise self._lost(f"claim {number} {found}: the destination was deleted meanwhile")
-        while self._files.stat(claim_name(number + 1)) is not None:
-            number += 1
-            claim = _read_claim(self._files, number)
-            if (claim.plan_digest, claim.epoch) != (digest, self._epoch):
-                raise self._lost(f"claim {number} follows claim {self._epoch}, which was abandoned")
-            sealed = claim.sealed
-        self._number, self._sealed, self._checked = number, sealed, now
-
-    def publish(self, records: Sequence[Record]) -> None:
-        """Make the objects of ``records`` durable, then record them."""
-        if not records:
-            return
-        self._files.sync()
-        self.check(cached=False)
-        content = encode(Done.of(self.digest, self._epoch, records))
-        self._files.create(done_name(self._epoch, content), content)
-
-    def records(self) -> list[Record]:
-        """Everything that was recorded under this plan, by any run, not compared with the objects."""
-        found: list[Record] = []
-        for stat in self._files.list(DONE, recursive=False):
-            done = decode(self._files.read(stat.name), Done, stat.name)
-            if done.plan_digest == self.digest:
-                found += done.to_records()
-        return found
-
-    def seal(self) -> None:
-        """Make sure that the claim can no longer be abandoned.
-
-        Raises
-        ------
-        AlreadyExistsError
-            It was abandoned before (``ABANDONED``).
-        """
-        self.check(cached=False)
-        while not self._sealed:
-            claim = Claim(VERSION, self.digest, self._epoch, sealed=True)
-            self._files.create(claim_name(self._number + 1), encode(claim))
-            self.check(cached=False)
-
-    def committed(self) -> bool:
-        """Whether this plan's root document is there."""
-        return self._committed(self.digest)
+    ignored = frozenset({ROOT})
 
     def write_root(self, document: bytes) -> None:
         """Commit. Only under a seal, with every other document of the checkpoint durable."""
@@ -229,40 +38,8 @@ class CommitLog:
         # plan's bytes get here, because the claim is sealed.
         self._files.write(ROOT, document)
 
-    def abandon(self) -> str | None:
-        """Free a claim whose owner is dead.
-
-        Returns
-        -------
-        str or None
-            The digest that held it; ``None`` where nothing was held.
-
-        Raises
-        ------
-        AlreadyExistsError
-            The claim is sealed: the checkpoint is complete but for its metadata.
-        """
-        if _attributes(read_root(self._files), self._files.url) is not None:
-            return None
-        number, held = current_claim(self._files)
-        while held is not None and held.plan_digest is not None:
-            if held.sealed:
-                raise AlreadyExistsError(
-                    f"{self._files.url} cannot be abandoned: all its objects are written and checked, "
-                    "only the metadata is missing.",
-                    kind=Kind.CLAIMED,
-                    hint="Run the same command again to finish it, or delete the destination.",
-                    url=self._files.url,
-                )
-            free = encode(Claim(VERSION, None, number + 1))
-            if self._files.create(claim_name(number + 1), free):
-                return held.plan_digest
-            # Lost to a seal; or freed by another abandon, or by this one's put whose answer was lost.
-            number, now = current_claim(self._files)
-            if now is None or now.epoch != held.epoch:
-                return held.plan_digest
-            held = now
-        return None
+    def _is_visible(self) -> bool:
+        return _attributes(read_root(self._files), self._files.url) is not None
 
     def _committed(self, digest: str) -> bool:
         document = read_root(self._files)
@@ -284,30 +61,6 @@ class CommitLog:
                 url=self._files.url,
             )
         return False
-
-    def _foreign_content(self) -> list[str]:
-        """What lies in a destination that nobody claimed; hidden names do not count."""
-        names = [stat.name for stat in self._files.list("", recursive=False)] + self._files.folders(
-            ""
-        )
-        return sorted(name for name in names if not name.startswith(".") and name != ROOT)
-
-    def _lost(self, found: str) -> AlreadyExistsError:
-        return AlreadyExistsError(
-            f"{self._files.url} no longer belongs to this run: {found}.",
-            kind=Kind.ABANDONED,
-            hint="Nothing more was written. Run the command again to claim it anew.",
-            url=self._files.url,
-        )
-
-    def _claimed(self, found: str, digest: str) -> AlreadyExistsError:
-        return AlreadyExistsError(
-            f"{self._files.url} is claimed by another plan: found {found}, expected {digest}.",
-            kind=Kind.CLAIMED,
-            hint="Finish that plan with its own command, or free the destination: "
-            "`ucpstore abandon URL` (Python: ucpstore.abandon).",
-            url=self._files.url,
-        )
 
 
 def _attributes(document: bytes | None, url: str) -> RootAttributes | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ucpstore.claims import COMMIT
 from ucpstore.contracts import Arrays, CommonState, Detection, Fragment, SourceFile, StateSpec
 from ucpstore.errors import (
     CheckpointNotFoundError,
@@ -260,6 +261,8 @@ class StoreFormat:
         """Look for a root document or for claims."""
         if files.stat(ROOT) is not None:
             return Detection(True, f"has {ROOT}")
+        if files.stat(COMMIT) is not None:
+            return Detection(False, f"has {COMMIT}: converted into a framework's own format")
         if current_claim(files)[0]:
             return Detection(True, "has .ucpstore/claims: an unfinished conversion")
         return Detection(False, f"no {ROOT}")

@@ -1,0 +1,148 @@
+"""Go on with a run in unmodified DeepSpeed: from a checkpoint, or without ever having stopped.
+
+A resumed run starts from a model whose every parameter and buffer was overwritten with noise, so that
+nothing that the checkpoint fails to restore can be right by chance. What the engine holds after loading
+is recorded by its own getters (`truth.py`). Then both kinds of run do the same further steps on the same
+global batches, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tests.deepspeed_runs.cache import Run, ask_trainer
+from tests.deepspeed_runs.cases import CASES, Case
+
+__all__ = ["Request", "continue_run", "resume_run"]
+
+SAMPLES = 6  # of a global batch: as many for each of 1, 2, 3 and 6 ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to do: ``load`` is the folder to resume from; None trains from the start instead.
+
+    The number of ranks, ZeRO stage, dtype and further ZeRO options are those of the resuming run.
+    """
+
+    load: str | None
+    world: int
+    stage: int
+    dtype: str
+    further: int = 5
+    zero: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        return cls(**json.loads(text))
+
+    def case(self, case: Case) -> Case:
+        """`case` with this run's layout."""
+        zero = {**case.zero, **self.zero}
+        layout: dict[str, Any] = {"world": self.world, "stage": self.stage, "dtype": self.dtype}
+        if self.load is not None:
+            layout["tp"] = 1  # converted checkpoints are not tensor-parallel
+        return replace(case, **layout, zero=zero)
+
+    def __call__(self, case: Case, folder: Path) -> None:
+        """Be one rank of it."""
+        import torch
+        import torch.distributed as dist
+
+        from tests.deepspeed_runs.model import build_model
+        from tests.deepspeed_runs.train import start_engine, train_steps
+        from tests.deepspeed_runs.truth import record_truth
+
+        model = build_model(case)
+        if self.load is not None:
+            _overwrite(model)
+        engine, scheduler = start_engine(model, case)
+        if self.load is None:
+            train_steps(engine, case, dist.get_rank())
+        else:
+            found, client = engine.load_checkpoint(self.load)
+            if found is None:
+                raise RuntimeError(f"DeepSpeed found no checkpoint in {self.load}")
+            plain = {k: v for k, v in client.items() if isinstance(v, int | str | float)}
+            facts = {
+                "client_state": plain,
+                "scheduler": scheduler.state_dict() if scheduler is not None else None,
+            }
+            record_truth(engine, case, folder, facts=facts, tensors={})
+        losses = []
+        for step in range(self.further):
+            loss = _step(engine, case, step)
+            dist.all_reduce(loss)
+            losses.append(loss.item() / dist.get_world_size())
+        if dist.get_rank() == 0:
+            (folder / "losses.json").write_text(json.dumps(losses))
+        torch.distributed.barrier()
+
+
+def _overwrite(model: Any) -> None:
+    """Noise instead of every value."""
+    import torch
+
+    torch.manual_seed(99)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if name.rpartition(".")[2] in owner._non_persistent_buffers_set:
+                continue  # no checkpoint has these; the model makes them
+            if buffer.is_floating_point():
+                buffer.copy_(torch.randn_like(buffer))
+            else:
+                buffer.zero_()
+
+
+def _step(engine: Any, case: Case, step: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from tests.deepspeed_runs.recipe import batch, loss_of
+
+    share = SAMPLES // dist.get_world_size()
+    mine = range(dist.get_rank() * share, (dist.get_rank() + 1) * share)
+    tokens = torch.cat([batch(case, 100 + step, sample) for sample in mine])
+    loss = loss_of(engine, tokens, case)
+    engine.backward(loss)
+    engine.step()
+    return loss.detach().float().cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A resumed run: losses of its steps, and what the engine held before the first of them."""
+
+    losses: tuple[float, ...]
+    run: Run
+
+
+def resume_run(name: str, load: Path, folder: Path, **layout: Any) -> Resumed:
+    """Resume case `name` from the checkpoint in `load`, with the layout given (see `Request`)."""
+    request = Request(load=str(load), **layout)
+    ask_trainer(name, folder, json.dumps(asdict(request)))
+    run = Run(case=request.case(CASES[name]), path=load, truth_path=folder)
+    return Resumed(tuple(json.loads((folder / "losses.json").read_text())), run)
+
+
+@functools.cache
+def continue_run(name: str, further: int = 5) -> tuple[float, ...]:
+    """Losses of the steps that the original engine of case `name` does after its save."""
+    case = CASES[name]
+    request = Request(
+        load=None, world=case.world, stage=case.stage, dtype=case.dtype, further=further
+    )
+    with tempfile.TemporaryDirectory(prefix=f"ucpstore-{os.getpid()}-") as temporary:
+        folder = Path(temporary) / "run"
+        ask_trainer(name, folder, json.dumps(asdict(request)))
+        return tuple(json.loads((folder / "losses.json").read_text()))
