@@ -122,7 +122,9 @@ class Block(nn.Module):
                 parameter.model_parallel = f"{layer}.{kind}" in TP_DIMS  # type: ignore[attr-defined]
                 child.register_parameter(kind, parameter)
             self.add_module(layer, child)
-        self.adapter = nn.Parameter(torch.linspace(-1, 1, 7), requires_grad=False) if frozen else None
+        self.adapter = (
+            nn.Parameter(torch.linspace(-1, 1, 7), requires_grad=False) if frozen else None
+        )
         self.register_buffer("seen", torch.tensor([BIG_COUNTER, index], dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
@@ -189,6 +191,4 @@ def tp_dims(module: nn.Module, case: Case) -> dict[str, int | None]:
     """Return the dimension along which each of this stage's parameters is cut."""
     if case.tp == 1:
         return {}
-    return {
-        name: TP_DIMS.get(name.partition(".")[2]) for name, _ in module.named_parameters()
-    }
+    return {name: TP_DIMS.get(name.partition(".")[2]) for name, _ in module.named_parameters()}

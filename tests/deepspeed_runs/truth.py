@@ -127,7 +127,9 @@ def agreed_states(
             mine[name] = (alike, shapes.keys() - alike)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    opaque = set[str]().union(*(rank[name][1] for rank in everyone for name in mine if name in rank))
+    opaque = set[str]().union(
+        *(rank[name][1] for rank in everyone for name in mine if name in rank)
+    )
     states = {
         name: sorted(set.intersection(*(r[name][0] for r in everyone if name in r)) - opaque)
         for name in mine
@@ -255,9 +257,7 @@ def group_facts(optimizer: Any, parameters: dict[str, Any]) -> list[dict[str, An
     return groups
 
 
-def stage_facts(
-    module: torch.nn.Module, case: Case, facts: dict[str, Any]
-) -> list[dict[str, Any]]:
+def stage_facts(module: torch.nn.Module, case: Case, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what is a pipeline stage's own, of every stage's first rank."""
     mine = {
         "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
