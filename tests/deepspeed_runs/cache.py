@@ -67,7 +67,7 @@ class Run:
         """Return one tensor joined over TP ranks: concatenated, or the one copy they all hold."""
         ranks = range(self.case.tp)
         parts = [self.tensor(state, fqn, tp_rank=rank, stage=stage) for rank in ranks]
-        facts = self.facts["stages"][stage] if self.case.pp > 1 else self.facts
+        facts = self.facts["stages"][stage] if self.case.model == "pipeline" else self.facts
         dim = facts["tp_dims"].get(fqn)
         return parts[0] if dim is None else np.concatenate(parts, axis=dim)
 

@@ -224,15 +224,19 @@ def _pipeline() -> list[Case]:
     """Return pipelines: ``tied`` says whether the head is a function over the tied layer."""
     two: dict[str, Any] = {"model": "pipeline", "pp": 2, "tied": "forward"}
     files: dict[str, Any] = {**two, "tied": "reverse"}
+    four: dict[str, Any] = {**two, "pp": 4}
     spread = {"checkpoint": {"parallel_write": {"pipeline_stage": True}}}
     both = {**_FP32_GRADIENTS, **spread}
     return [
+        Case("pp1-s1-fp32-dp2", 2, 1, "fp32", model="pipeline", tied="reverse"),
         Case("pp2-s1-fp32-dp1", 2, 1, "fp32", **two),
         Case("pp2-s1-fp32-dp2", 4, 1, "fp32", frozen=True, **files),
         Case("pp2-s1-bf16-dp2", 4, 1, "bf16", **two),
         Case("pp2-bf16opt-dp1", 2, 1, "bf16", config=_FP32_GRADIENTS, **files),
         Case("pp2-bf16opt-dp2", 4, 1, "bf16", config=both, **files),
         Case("pp2-s0-bf16opt-dp2", 4, 0, "bf16", **files),
+        # the first stage is an embedding: no group for vectors (other optimizers hang then)
+        Case("pp4-bf16opt-dp1", 4, 1, "bf16", scheduler="none", config=_FP32_GRADIENTS, **four),
         Case("pp2-tp2-bf16opt-dp2", 8, 1, "bf16", tp=2, config=_FP32_GRADIENTS, **files),
         Case("pp2-tp2-s1-fp32-dp1", 4, 1, "fp32", tp=2, frozen=True, **two),
     ]

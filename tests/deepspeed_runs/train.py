@@ -60,7 +60,7 @@ def ds_config(case: Case) -> dict[str, Any]:
     }
     if case.optimizer == "muon":
         config["optimizer"] = {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}
-    if case.pp > 1:
+    if case.model == "pipeline":
         config["gradient_accumulation_steps"] = pipeline.MICRO_BATCHES
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     elif case.tp > 1:
@@ -81,7 +81,7 @@ def ds_config(case: Case) -> dict[str, Any]:
 def client_state(case: Case) -> dict[str, Any]:
     """Return what a user's training loop hands to `save_checkpoint`."""
     state: dict[str, Any] = {"iteration": case.steps, "tokens": 2**40 + 5, "note": "tiny run"}
-    if case.pp > 1 and case.tp > 1:
+    if case.model == "pipeline" and case.tp > 1:
         state["universal_checkpoint_info"] = pipeline.UNIVERSAL_INFO
     if case.rich_client_state:
         # As Megatron-DeepSpeed does it.
@@ -102,7 +102,7 @@ def client_state(case: Case) -> dict[str, Any]:
 
 def train(case: Case, folder: Path) -> None:
     """Train `case` on this rank and leave checkpoint and truth in `folder`."""
-    model = pipeline.build_pipeline(case) if case.pp > 1 else build_model(case)
+    model = pipeline.build_pipeline(case) if case.model == "pipeline" else build_model(case)
     initial = {name: value.detach().clone() for name, value in model.named_parameters()}
     optimizer = build_optimizer(model, case) if case.optimizer != "muon" else None
     engine, _, _, scheduler = deepspeed.initialize(
@@ -112,14 +112,14 @@ def train(case: Case, folder: Path) -> None:
         lr_scheduler=build_scheduler(optimizer, case),
         config=ds_config(case),
     )
-    if case.pp > 1:
+    if case.model == "pipeline":
         tp_dims = pipeline.tp_dims(engine.module, case)
     else:
         tp_dims = find_tp_dims(engine.module, case, initial)
     dp_rank = int(os.environ["RANK"]) // case.tp % case.dp
     losses = []
     for step in range(case.steps):
-        if case.pp > 1:
+        if case.model == "pipeline":
             loss = engine.train_batch(pipeline.batches(step, dp_rank))
         else:
             loss = loss_of(engine, batch(case, step, dp_rank), case)

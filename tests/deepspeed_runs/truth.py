@@ -281,7 +281,7 @@ def write(
             folder / f"truth-{pp_rank * case.tp + tp_rank}.safetensors",
         )
     module = engine.module
-    if case.pp > 1:
+    if case.model == "pipeline":
         facts = {**facts, "stages": stage_facts(module, case, facts)}
     if dist.get_rank() != 0:
         return

@@ -106,11 +106,13 @@ def collect_common(
     shard = stages[0][0]
     model = _Encoder(tensors.taker(first.name, first.big_endian), warnings)
     optimizer = _Encoder(tensors.taker(shard.name, shard.big_endian), warnings)
-    scalars = [_numbers(files, shard, entry) for entry in shard.scalars]
-    steps, where = _steps(shard, stages[0][1], scalars)
-    for other, units in stages[1:]:
-        numbers = [_numbers(files, other, entry) for entry in other.scalars]
-        steps.update(_steps(other, units, numbers)[0])
+    numbers = [[_numbers(files, holder, entry) for entry in holder.scalars] for holder, _ in stages]
+    # a stage may have no parameters of a group
+    scalars: list[Mapping[str, tuple[Any, str]]] = [
+        next((entry for entry in per_stage if entry), {})
+        for per_stage in zip(*numbers, strict=True)
+    ]
+    steps, where = _all_steps(stages, numbers)
     scheduler = first.rest.get("lr_scheduler")
     if scheduler is None:
         warnings.append(
@@ -207,6 +209,22 @@ def _steps(
             )
         steps.update(dict.fromkeys(unit.shapes, value))
     return steps, {"kept_in": list(places), "types": list(kinds)}
+
+
+def _all_steps(
+    stages: Sequence[tuple[Shard, Sequence[Unit]]],
+    numbers: Sequence[Sequence[Mapping[str, tuple[Any, str]]]],
+) -> tuple[dict[str, int | float], dict[str, Any]]:
+    """Steps of all pipeline stages; a tied parameter has one step on all of them."""
+    steps, where = _steps(*stages[0], numbers[0])
+    for (shard, units), mine in zip(stages[1:], numbers[1:], strict=True):
+        for fqn, step in _steps(shard, units, mine)[0].items():
+            if steps.setdefault(fqn, step) != step:
+                raise CorruptSourceError(
+                    f"{shard.name}: step of {fqn!r} is {step}, but {steps[fqn]} on another pipeline stage.",
+                    fqn=fqn,
+                )
+    return steps, where
 
 
 def _groups(

@@ -27,7 +27,7 @@ from ucpstore.formats.deepspeed.shards import Shard
 from ucpstore.formats.deepspeed.units import Shapes
 from ucpstore.formats.torchfile import TensorRef, TorchFile
 
-__all__ = ["Layers", "fill_shapes", "read_layers", "require_stages"]
+__all__ = ["Layers", "fill_shapes", "read_layers"]
 
 _TIED = "tied_modules."
 
@@ -56,44 +56,6 @@ class Layers:
     def firsts(self) -> list[Model]:
         """The first copy's first rank of every module."""
         return [copies[0][0] for copies in self.replicas]
-
-
-def require_stages(models: Sequence[Model], tp: int) -> None:
-    """Stages hold parameters of different layers; only tied modules may be on several.
-
-    Parameters
-    ----------
-    models : sequence of Model
-        By model-parallel rank: stage times ``tp`` plus tensor-parallel rank.
-    tp : int
-
-    Raises
-    ------
-    CorruptSourceError
-        A layer is on two stages, or copies of a tied module have different shapes.
-    """
-    seen: dict[str, tuple[Model, tuple[int, ...]]] = {}
-    for rank in range(tp):
-        seen.clear()
-        for model in models[rank::tp]:
-            for name, shape in model.trainable.items():
-                first, expected = seen.setdefault(name, (model, shape))
-                if first is model:
-                    continue
-                if not name.startswith(_TIED):
-                    raise CorruptSourceError(
-                        f"{model.name} and {first.name} do not belong together: both hold {name!r}, but a layer"
-                        " is on one pipeline stage.",
-                        hint="Take all files of a checkpoint from one save.",
-                        fqn=name,
-                    )
-                if shape != expected:
-                    raise CorruptSourceError(
-                        f"{model.name}: {name!r} has shape {list(shape)} in param_shapes, but {list(expected)} in"
-                        f" {first.name}.",
-                        kind=Kind.SHAPE,
-                        fqn=name,
-                    )
 
 
 def read_layers(

@@ -29,8 +29,9 @@ from ucpstore.formats.deepspeed.autotp import TensorParallel
 from ucpstore.formats.deepspeed.common import collect_common
 from ucpstore.formats.deepspeed.files import RankFiles
 from ucpstore.formats.deepspeed.module import Model, read_model, take_census
-from ucpstore.formats.deepspeed.pipeline import Layers, fill_shapes, read_layers, require_stages
+from ucpstore.formats.deepspeed.pipeline import Layers, fill_shapes, read_layers
 from ucpstore.formats.deepspeed.shards import Shard, read_shard
+from ucpstore.formats.deepspeed.stages import align_groups, require_stages
 from ucpstore.formats.deepspeed.states import compare_mappings
 from ucpstore.formats.deepspeed.stubs import index
 from ucpstore.formats.deepspeed.units import GroupUnit, SubGroupUnit, Unit
@@ -162,10 +163,14 @@ class _Opening:
         if found.dp > dp:
             self._left_over(dp, found.dp, "data-parallel")
         others = [(mp, d) for mp in range(found.mp) for d in range(dp)][1:]
-        steps = read_steps(self._files, first)
-        rest = self._map(lambda rank: self._shard_like(first, steps, found.optims[rank]), others)
+        rest = self._map(lambda rank: self._shard(found.optims[rank], first), others)
         flat = [first, *rest]
         shards = [flat[mp * dp : (mp + 1) * dp] for mp in range(found.mp)]
+        if self._tp < found.mp:
+            models, shards = align_groups(models, shards)
+            first, *rest = [shard for group in shards for shard in group]
+        steps = read_steps(self._files, first)
+        self._map(lambda shard: self._require_one_save(first, steps, shard), rest)
         for shard in rest:
             _require_same(first, shard, ("stage", "optimizer_class", "counts", "group_units"))
         for group in shards:
@@ -248,9 +253,8 @@ class _Opening:
         pipeline = pipeline if isinstance(pipeline, int) and pipeline > 0 else mp // tensor
         if tensor * pipeline != mp or (pipeline > 1 and not self._found.layers):
             raise CorruptSourceError(
-                f"{model.name}: {pipeline} pipeline stages of {tensor} tensor-parallel ranks are no {mp} model-parallel"
-                f" ranks with {len(self._found.layers)} layer files: mp_world_size, checkpoint_parallel_dimensions"
-                " and files contradict each other."
+                f"{model.name}: {pipeline} pipeline stages (pp_degree) of {tensor} tensor-parallel ranks (tp_degree)"
+                f" contradict {mp} model-parallel ranks with {len(self._found.layers)} layer files."
             )
         return tensor
 
@@ -284,16 +288,9 @@ class _Opening:
     def _shard(self, stat: FileStat, like: Shard | None = None) -> Shard:
         return read_shard(require_own_rank(index(self._files, stat.name)), like=like)
 
-    def _shard_like(self, first: Shard, steps: Mapping[int, Any], stat: FileStat) -> Shard:
-        """Another rank's optimizer file, of the same save as the first."""
-        shard = self._shard(stat, first)
-        if self._tp < self._found.mp and len(shard.masters) != len(first.masters):
-            raise UnsupportedSourceError(
-                f"{shard.name} has {len(shard.masters)} param groups and {first.name} {len(first.masters)}: a pipeline"
-                " stage without parameters of a group leaves it out, and which one is not recorded."
-            )
+    def _require_one_save(self, first: Shard, steps: Mapping[int, Any], shard: Shard) -> None:
+        """Another rank's optimizer file must be of the same save as the first."""
         require_one_save(first, shard, like=steps, steps=read_steps(self._files, shard))
-        return shard
 
     def _map(self, function: Callable[[Any], _T], items: Sequence[Any]) -> list[_T]:
         """Run over independent files in threads; the first error in order of the items is raised."""
