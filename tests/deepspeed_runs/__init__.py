@@ -18,6 +18,7 @@ Use::
 
 `truth.py` says where each value comes from. For ``tp > 1`` the tensors are those of one TP rank
 (`tp_rank=`); `run.full(state, fqn)` joins them by the plain rule recorded in ``facts["tp_dims"]``.
+Pipelines (`PIPELINE_CASES`) have one truth per stage: `stage=`, and ``facts["stages"]``.
 
 The cache is ``tests/.cache/deepspeed/CASE-HASH``: the hash covers the case, this package's
 scripts and the frameworks' versions. `UCPSTORE_TEST_CACHE` names another folder. A case takes
@@ -28,6 +29,6 @@ pytest-xdist.
 from __future__ import annotations
 
 from tests.deepspeed_runs.cache import Run, copy_run, deepspeed_run
-from tests.deepspeed_runs.cases import CASES, Case
+from tests.deepspeed_runs.cases import CASES, PIPELINE_CASES, Case
 
-__all__ = ["CASES", "Case", "Run", "copy_run", "deepspeed_run"]
+__all__ = ["CASES", "PIPELINE_CASES", "Case", "Run", "copy_run", "deepspeed_run"]

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from tests.deepspeed_runs.cases import CASES, Case
+from tests.deepspeed_runs.cases import CASES, PIPELINE_CASES, Case
 
 PACKAGE = Path(__file__).parent
 ROOT = PACKAGE.parent.parent
-SCRIPTS = ("model.py", "recipe.py", "train.py", "truth.py")
+SCRIPTS = ("model.py", "pipeline.py", "recipe.py", "train.py", "truth.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Run:
     path : Path
         The `save_dir` of DeepSpeed; holds `latest`.
     truth_path : Path
-        The folder with `truth.json` and ``truth-TP.safetensors``.
+        The folder with `truth.json` and ``truth-RANK.safetensors`` per model-parallel rank.
     """
 
     case: Case
@@ -55,24 +55,26 @@ class Run:
         """Everything of the truth that is not a tensor."""
         return _facts(self.truth_path)
 
-    def tensors(self, *, tp_rank: int = 0) -> Mapping[str, np.ndarray]:
-        """Return all tensors of one TP rank, keyed ``STATE:FQN``."""
-        return _tensors(self.truth_path, tp_rank)
+    def tensors(self, *, tp_rank: int = 0, stage: int = 0) -> Mapping[str, np.ndarray]:
+        """Return all tensors of one TP rank of a pipeline stage, keyed ``STATE:FQN``."""
+        return _tensors(self.truth_path, stage * self.case.tp + tp_rank)
 
-    def tensor(self, state: str, fqn: str, *, tp_rank: int = 0) -> np.ndarray:
+    def tensor(self, state: str, fqn: str, *, tp_rank: int = 0, stage: int = 0) -> np.ndarray:
         """Return one tensor of one TP rank in full over the data-parallel ranks."""
-        return self.tensors(tp_rank=tp_rank)[f"{state}:{fqn}"]
+        return self.tensors(tp_rank=tp_rank, stage=stage)[f"{state}:{fqn}"]
 
-    def full(self, state: str, fqn: str) -> np.ndarray:
+    def full(self, state: str, fqn: str, *, stage: int = 0) -> np.ndarray:
         """Return one tensor joined over TP ranks: concatenated, or the one copy they all hold."""
-        parts = [self.tensor(state, fqn, tp_rank=rank) for rank in range(self.case.tp)]
-        dim = self.facts["tp_dims"].get(fqn)
+        ranks = range(self.case.tp)
+        parts = [self.tensor(state, fqn, tp_rank=rank, stage=stage) for rank in ranks]
+        facts = self.facts["stages"][stage] if self.case.model == "pipeline" else self.facts
+        dim = facts["tp_dims"].get(fqn)
         return parts[0] if dim is None else np.concatenate(parts, axis=dim)
 
 
 def deepspeed_run(name: str) -> Run:
     """Return the run of case `name`, made now if the cache does not have it."""
-    case = CASES[name]
+    case = CASES.get(name) or PIPELINE_CASES[name]
     root = cache_root()
     folder = root / f"{name}-{_digest(case)}"
     if not folder.exists():
@@ -172,13 +174,13 @@ def _facts(truth_path: Path) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _tensors(truth_path: Path, tp_rank: int) -> dict[str, np.ndarray]:
+def _tensors(truth_path: Path, rank: int) -> dict[str, np.ndarray]:
     import ml_dtypes
     import torch
     from safetensors.torch import load_file
 
     arrays = {}
-    for key, value in load_file(truth_path / f"truth-{tp_rank}.safetensors").items():
+    for key, value in load_file(truth_path / f"truth-{rank}.safetensors").items():
         if value.dtype == torch.bfloat16:
             array = value.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
         else:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 Tied = Literal["no", "forward", "reverse"]
 Dtype = Literal["fp32", "bf16"]
-ModelName = Literal["llama", "tiny", "wide", "hf"]
+ModelName = Literal["llama", "tiny", "wide", "hf", "pipeline"]
 OptimizerName = Literal["adamw", "sgd", "rmsprop", "muon", "fused"]
 SchedulerName = Literal["warmup", "lambda", "none"]
 Grouping = Literal["decay", "reversed", "crossed"]
@@ -25,7 +25,7 @@ class Case:
     name : str
         Unique name; also the folder's.
     world : int
-        Number of ranks (dp x tp).
+        Number of ranks (pp x dp x tp).
     stage : int
         ZeRO stage, 0 to 3.
     dtype : {"fp32", "bf16"}
@@ -38,7 +38,9 @@ class Case:
     named : bool
         The optimizer is given names, which torch then saves (``param_names``).
     tp : int
-        AutoTP size; needs ``model="hf"`` with `sizes`.
+        AutoTP size; needs ``model="hf"`` with `sizes`. With a pipeline, the layers' own.
+    pp : int
+        Pipeline stages; a pipeline has a model of its own (`pipeline.py`).
     """
 
     name: str
@@ -57,6 +59,7 @@ class Case:
     exclude_frozen: bool = False
     rich_client_state: bool = False
     tp: int = 1
+    pp: int = 1
     sizes: tuple[tuple[str, int], ...] = ()
     zero: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +67,7 @@ class Case:
     @property
     def dp(self) -> int:
         """Number of data-parallel ranks."""
-        return self.world // self.tp
+        return self.world // (self.tp * self.pp)
 
     def to_json(self) -> str:
         """Return a stable text of everything the run depends on."""
@@ -266,3 +269,29 @@ CASES: Mapping[str, Case] = MappingProxyType(
         for case in [*_grid(), *_structure(), *_engine(), *_loop(), *_stage0(), *_tensor_parallel()]
     }
 )
+
+
+def _pipeline() -> list[Case]:
+    """Return pipelines: ``tied`` says whether the head is a function over the tied layer."""
+    two: dict[str, Any] = {"model": "pipeline", "pp": 2, "tied": "forward"}
+    files: dict[str, Any] = {**two, "tied": "reverse"}
+    four: dict[str, Any] = {**two, "pp": 4}
+    spread = {"checkpoint": {"parallel_write": {"pipeline_stage": True}}}
+    both = {**_FP32_GRADIENTS, **spread}
+    return [
+        Case("pp1-s1-fp32-dp2", 2, 1, "fp32", model="pipeline", tied="reverse"),
+        Case("pp2-s1-fp32-dp1", 2, 1, "fp32", **two),
+        Case("pp2-s1-fp32-dp2", 4, 1, "fp32", frozen=True, **files),
+        Case("pp2-s1-bf16-dp2", 4, 1, "bf16", **two),
+        Case("pp2-bf16opt-dp1", 2, 1, "bf16", config=_FP32_GRADIENTS, **files),
+        Case("pp2-bf16opt-dp2", 4, 1, "bf16", config=both, **files),
+        Case("pp2-s0-bf16opt-dp2", 4, 0, "bf16", **files),
+        # the first stage is an embedding: no group for vectors (other optimizers hang then)
+        Case("pp4-bf16opt-dp1", 4, 1, "bf16", scheduler="none", config=_FP32_GRADIENTS, **four),
+        Case("pp2-tp2-bf16opt-dp2", 8, 1, "bf16", tp=2, config=_FP32_GRADIENTS, **files),
+        Case("pp2-tp2-s1-fp32-dp1", 4, 1, "fp32", tp=2, frozen=True, **two),
+    ]
+
+
+PIPELINE_CASES: Mapping[str, Case] = MappingProxyType({case.name: case for case in _pipeline()})
+"""Pipelines; apart from `CASES`, as their truth is one per stage."""

@@ -28,7 +28,8 @@ import deepspeed
 import numpy as np
 import torch
 
-from tests.deepspeed_runs.cases import CASES, Case
+from tests.deepspeed_runs import pipeline
+from tests.deepspeed_runs.cases import CASES, PIPELINE_CASES, Case
 from tests.deepspeed_runs.model import build_model
 from tests.deepspeed_runs.recipe import (
     CLIP,
@@ -64,7 +65,10 @@ def ds_config(case: Case) -> dict[str, Any]:
     }
     if case.optimizer == "muon":
         config["optimizer"] = {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}
-    if case.tp > 1:
+    if case.model == "pipeline":
+        config["gradient_accumulation_steps"] = pipeline.MICRO_BATCHES
+        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+    elif case.tp > 1:
         config["tensor_parallel"] = {"autotp_size": case.tp}
     if case.scheduler == "warmup":
         count = 1 if case.single_group else 2
@@ -82,6 +86,8 @@ def ds_config(case: Case) -> dict[str, Any]:
 def client_state(case: Case) -> dict[str, Any]:
     """Return what a user's training loop hands to `save_checkpoint`."""
     state: dict[str, Any] = {"iteration": case.steps, "tokens": 2**40 + 5, "note": "tiny run"}
+    if case.model == "pipeline" and case.tp > 1:
+        state["universal_checkpoint_info"] = pipeline.UNIVERSAL_INFO
     if case.rich_client_state:
         # As Megatron-DeepSpeed does it.
         generator = torch.Generator().manual_seed(77)
@@ -116,9 +122,12 @@ def train_steps(engine: Any, case: Case, dp_rank: int) -> list[float]:
     """Do the steps of `case` and return this rank's losses."""
     losses = []
     for step in range(case.steps):
-        loss = loss_of(engine, batch(case, step, dp_rank), case)
-        engine.backward(loss)
-        engine.step()
+        if case.model == "pipeline":
+            loss = engine.train_batch(pipeline.batches(step, dp_rank))
+        else:
+            loss = loss_of(engine, batch(case, step, dp_rank), case)
+            engine.backward(loss)
+            engine.step()
         losses.append(loss.item())
     if not all(math.isfinite(loss) for loss in losses):
         raise RuntimeError(f"case {case.name}: losses are {losses}, expected finite numbers")
@@ -127,11 +136,14 @@ def train_steps(engine: Any, case: Case, dp_rank: int) -> list[float]:
 
 def train(case: Case, folder: Path) -> None:
     """Train `case` on this rank and leave checkpoint and truth in `folder`."""
-    model = build_model(case)
+    model = pipeline.build_pipeline(case) if case.model == "pipeline" else build_model(case)
     initial = {name: value.detach().clone() for name, value in model.named_parameters()}
     engine, scheduler = start_engine(model, case)
-    tp_dims = find_tp_dims(engine.module, case, initial)
-    losses = train_steps(engine, case, int(os.environ["RANK"]) // case.tp)
+    if case.model == "pipeline":
+        tp_dims = pipeline.tp_dims(engine.module, case)
+    else:
+        tp_dims = find_tp_dims(engine.module, case, initial)
+    losses = train_steps(engine, case, int(os.environ["RANK"]) // case.tp % case.dp)
     state = client_state(case)
     engine.save_checkpoint(
         str(folder / "checkpoint"),
@@ -229,11 +241,12 @@ def serve() -> None:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         try:
+            case = CASES.get(name) or PIPELINE_CASES[name]
             if rest:
                 request = Request.from_json(rest[0])
-                run_case(request.case(CASES[name]), Path(folder), request)
+                run_case(request.case(case), Path(folder), request)
             else:
-                run_case(CASES[name], Path(folder))
+                run_case(case, Path(folder))
         except RuntimeError as error:
             print(error, flush=True)
             answers.write("failed\n")

@@ -48,7 +48,7 @@ def record_truth(
 ) -> None:
     """Write the truth of the trained `engine`; every rank must call this."""
     optimizer = engine.optimizer
-    if case.stage == 0:
+    if case.stage == 0 and case.model != "pipeline":
         record_stage0(engine, case, folder, facts=facts, tensors=tensors)
         return
     relink(optimizer)
@@ -177,9 +177,11 @@ def agreed_states(
             mine[name] = (alike, shapes.keys() - alike)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    opaque = set[str]().union(*(rank[name][1] for rank in everyone for name in mine))
+    opaque = set[str]().union(
+        *(rank[name][1] for rank in everyone for name in mine if name in rank)
+    )
     states = {
-        name: sorted(set.intersection(*(rank[name][0] for rank in everyone)) - opaque)
+        name: sorted(set.intersection(*(r[name][0] for r in everyone if name in r)) - opaque)
         for name in mine
     }
     return states, sorted(opaque)
@@ -305,19 +307,34 @@ def group_facts(optimizer: Any, parameters: dict[str, Any]) -> list[dict[str, An
     return groups
 
 
+def stage_facts(module: torch.nn.Module, case: Case, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what is a pipeline stage's own, of every stage's first rank."""
+    mine = {
+        "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
+        "buffers": [name for name, _, persistent in buffers(module) if persistent],
+        **{key: facts[key] for key in ("parameters", "groups", "tp_dims")},
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone[:: case.dp * case.tp]
+
+
 def write(
     engine: Any, case: Case, folder: Path, *, tensors: Tensors, facts: dict[str, Any]
 ) -> None:
-    """Write the files: tensors on one rank per TP rank, facts on rank 0."""
-    dp_rank, tp_rank = divmod(dist.get_rank(), case.tp)
+    """Write the files: tensors on one rank per model-parallel rank, facts on rank 0."""
+    pp_rank, place = divmod(dist.get_rank(), case.dp * case.tp)
+    dp_rank, tp_rank = divmod(place, case.tp)
     if dp_rank == 0:
         save_file(
             {key: value.contiguous() for key, value in tensors.items()},
-            folder / f"truth-{tp_rank}.safetensors",
+            folder / f"truth-{pp_rank * case.tp + tp_rank}.safetensors",
         )
+    module = engine.module
+    if case.model == "pipeline":
+        facts = {**facts, "stages": stage_facts(module, case, facts)}
     if dist.get_rank() != 0:
         return
-    module = engine.module
     everything = {
         "case": case.name,
         "tag": f"global_step{engine.global_steps}",

@@ -149,12 +149,16 @@ def _facts(root: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None and _plain(value)}
 
 
-def require_one_run(first: Model, other: Model, *, same_shapes: bool) -> None:
-    """Model files of all ranks count the same steps and hold the same names.
+def require_one_run(
+    first: Model, other: Model, *, same_shapes: bool, same_names: bool = True
+) -> None:
+    """Model files of all ranks count the same steps; those of one pipeline stage hold the same names.
 
     Parameters
     ----------
     first, other : Model
+    same_names : bool
+        They are of one pipeline stage.
     same_shapes : bool
         They are of one model-parallel rank, so that shapes are equal too.
 
@@ -168,6 +172,8 @@ def require_one_run(first: Model, other: Model, *, same_shapes: bool) -> None:
         value, expected = other.rest.get(key), first.rest.get(key)
         if _plain(value) and _plain(expected) and value != expected:
             raise _apart(other.name, first.name, key, value, expected)
+    if not same_names:
+        return
     for what, mine, theirs in (
         ("module", first.module, other.module),
         ("buffer_names", first.buffer_names, other.buffer_names),

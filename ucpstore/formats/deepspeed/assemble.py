@@ -20,7 +20,7 @@ from ucpstore.formats.deepspeed.states import (
 )
 from ucpstore.formats.deepspeed.units import Unit
 from ucpstore.formats.torchfile import TensorRef
-from ucpstore.layout.geometry import FlatEven, Geometry, Strided
+from ucpstore.layout.geometry import Copies, FlatEven, Geometry, Strided
 from ucpstore.pieces import Bound, Buffer
 
 __all__ = ["Assembly"]
@@ -63,32 +63,40 @@ class Assembly:
         self._trainable: set[str] = set()
 
     def add_trainable(
-        self, units: Sequence[Sequence[Unit]], shards: Sequence[Sequence[Shard]]
+        self, units: Sequence[Sequence[Unit]], shards: Sequence[Sequence[Shard]], tp: int
     ) -> None:
         """Masters and optimizer states of all parameters that the optimizer owns.
 
         Parameters
         ----------
         units, shards : per model-parallel rank
+            Stage by stage of a pipeline, its tensor-parallel ranks.
+        tp : int
         """
         held: list[tuple[str, frozenset[str]]] = []
         slots = list(accumulate((len(group) for group in shards), initial=0))
         for index, per_rank in enumerate(zip(*units, strict=True)):
-            if any(list(unit.shapes) != list(per_rank[0].shapes) for unit in per_rank):
-                raise UnsupportedSourceError(
-                    f"group {index} holds other parameters on some model-parallel ranks than on the first"
-                    f" ({listing(per_rank[0].shapes, cap=3)}): pipeline stages are not supported yet."
-                )
             states = collect_unit(index, list(zip(per_rank, shards, strict=True)), self._file_of)
             self.stepped = self.stepped or len(states) > 1
             held.append((unit_words(index, per_rank[0]), frozenset(states)))
-            children = [unit.geometries(slot) for unit, slot in zip(per_rank, slots, strict=False)]
-            for entries in zip(*children, strict=True):
-                fqn = entries[0][0]
-                merged = self._tp.merge(fqn, [geometry for _, geometry in entries])
-                self._add_states(fqn, merged, states)
+            copies: dict[str, list[Merged]] = {}
+            for first in range(0, len(per_rank), tp):
+                stage = list(zip(per_rank, slots, strict=False))[first : first + tp]
+                if any(list(unit.shapes) != list(stage[0][0].shapes) for unit, _ in stage):
+                    raise UnsupportedSourceError(
+                        f"group {index} holds other parameters, or in another order, on some tensor-parallel ranks"
+                        f" than on the first ({listing(stage[0][0].shapes, cap=3)})."
+                    )
+                children = [unit.geometries(slot) for unit, slot in stage]
+                for entries in zip(*children, strict=True):
+                    fqn = entries[0][0]
+                    merged = self._tp.merge(fqn, [geometry for _, geometry in entries])
+                    copies.setdefault(fqn, []).append(merged)
+            for fqn, merges in copies.items():
+                united = _unite(fqn, merges)
+                self._add_states(fqn, united, states)
                 if shards[0][0].stage == 0:  # every rank has it all
-                    self._patterns[fqn] = _pattern(merged, "dp: replicate")
+                    self._patterns[fqn] = _pattern(united, "dp: replicate")
         self._report_less(held)
 
     def _report_less(self, held: Sequence[tuple[str, frozenset[str]]]) -> None:
@@ -102,6 +110,11 @@ class Assembly:
                 )
 
     def _add_states(self, fqn: str, merged: Merged, states: Mapping[str, UnitState]) -> None:
+        if fqn in self._trainable:
+            raise UnsupportedSourceError(
+                f"{fqn!r} is in different param groups on the stages that hold it; its copies cannot be compared.",
+                fqn=fqn,
+            )
         self._trainable.add(fqn)
         self._patterns[fqn] = _pattern(merged, "dp: flat")
         for state, unit in states.items():
@@ -109,8 +122,16 @@ class Assembly:
             bound = Bound(merged.geometry, unit.buffers, unit.dtype, unit.big_endian)
             self._add(fqn, name, role, bound)
 
-    def add_modules(self, models: Sequence[Model], stage: int) -> None:
-        """16-bit weights and buffers from the model files, one per model-parallel rank."""
+    def add_modules(self, replicas: Sequence[Sequence[Model]], stage: int) -> None:
+        """16-bit weights and buffers from the model files, or from the files of one layer.
+
+        Parameters
+        ----------
+        replicas : sequence of sequence of Model
+            Copies of the same tensors (tied layers of a pipeline), each one file per tensor-parallel rank.
+        stage : int
+        """
+        models = [model for copy in replicas for model in copy]
         first = models[0]
         shapes = [model.trainable for model in models]
         for fqn in first.module:
@@ -129,16 +150,16 @@ class Assembly:
                 if self._is_master(fqn, first, refs[0]):
                     continue
                 self._require_shapes(fqn, models, local)
-                bound, merged = self._whole(fqn, models, refs)
+                bound, merged = self._whole(fqn, replicas, refs)
                 self._add(fqn, WEIGHT, Role.MODEL_WEIGHT, bound, derived=True)
             elif fqn in self._census.buffers:
-                bound, merged = self._whole(fqn, models, refs, buffer=True)
+                bound, merged = self._whole(fqn, replicas, refs, buffer=True)
                 self._add(fqn, BUFFER, Role.BUFFER, bound)
                 self._patterns[fqn] = _pattern(merged, "dp: replicate")
                 if self._census.buffers[fqn]:
                     self._attributes[fqn] = {"note": self._census.buffers[fqn]}
             elif fqn in self._census.frozen and not self._is_lost(fqn, refs[0], stage):
-                bound, merged = self._whole(fqn, models, refs)
+                bound, merged = self._whole(fqn, replicas, refs)
                 self._add(fqn, WEIGHT, Role.MODEL_WEIGHT, bound)
                 self._patterns[fqn] = _pattern(merged, "dp: replicate")
 
@@ -174,7 +195,7 @@ class Assembly:
                     shape = (model.frozen_shapes or {}).get(fqn)
                     if shape is not None and ref.shape != shape:
                         raise _not_plain(model, fqn, ref, list(shape))
-                bound, merged = self._whole(fqn, whole, refs)
+                bound, merged = self._whole(fqn, [whole], refs)
                 text = "dp: replicate"
             self._add(fqn, WEIGHT, Role.MODEL_WEIGHT, bound)
             self._patterns[fqn] = _pattern(merged, text)
@@ -247,12 +268,13 @@ class Assembly:
     def _whole(
         self,
         fqn: str,
-        models: Sequence[Model],
+        replicas: Sequence[Sequence[Model]],
         refs: Sequence[TensorRef | None],
         *,
         buffer: bool = False,
     ) -> tuple[Bound, Merged]:
         """A tensor that every model-parallel rank has whole, or its slice of."""
+        models = [model for copy in replicas for model in copy]
         used: list[tuple[Model, TensorRef]] = []
         children: list[Geometry] = []
         for slot, (model, ref) in enumerate(zip(models, refs, strict=True)):
@@ -266,7 +288,10 @@ class Assembly:
             strides = None if ref.is_contiguous else ref.strides
             children.append(Strided(ref.shape, slot, 0, strides))
         merge = self._tp.merge_buffer if buffer else self._tp.merge
-        merged = merge(fqn, children)
+        tp = len(replicas[0])
+        merged = _unite(
+            fqn, [merge(fqn, children[at : at + tp]) for at in range(0, len(children), tp)]
+        )
         return self._bind(fqn, merged, used), merged
 
     def _bind(self, fqn: str, merged: Merged, used: Sequence[tuple[Model, TensorRef]]) -> Bound:
@@ -328,5 +353,22 @@ def _not_plain(
     )
 
 
+def _unite(fqn: str, copies: Sequence[Merged]) -> Merged:
+    """Copies of a tied parameter on several pipeline stages: they must be equal."""
+    first = copies[0]
+    if len(copies) == 1:
+        return first
+    shapes = [list(copy.geometry.shape) for copy in copies]
+    if any(shape != shapes[0] for shape in shapes):
+        raise CorruptSourceError(
+            f"{fqn!r} has different shapes on the pipeline stages that hold it: {shapes}.",
+            kind=Kind.SHAPE,
+            fqn=fqn,
+        )
+    geometry = Copies(tuple(copy.geometry for copy in copies), "equal")
+    return Merged(geometry, first.pattern, stages=len(copies))
+
+
 def _pattern(merged: Merged, dp: str) -> str:
-    return f"tp: {merged.pattern}, {dp}" if merged.pattern else dp
+    text = f"tp: {merged.pattern}, {dp}" if merged.pattern else dp
+    return f"pp: replicate, {text}" if merged.stages > 1 else text

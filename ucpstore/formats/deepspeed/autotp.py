@@ -39,10 +39,13 @@ class Merged:
         Of the logical tensor.
     pattern : str
         In words: ``"replicate"``, ``"shard(0)"``, ``"shard-nc(0)"``, ``"partial"``, ``"blocks"``.
+    stages : int
+        Pipeline stages that have a copy.
     """
 
     geometry: Geometry
     pattern: str
+    stages: int = 1
 
 
 class TensorParallel:

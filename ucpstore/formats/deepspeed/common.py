@@ -80,9 +80,9 @@ class Common:
 def collect_common(
     files: Files,
     models: Mapping[str, Model],
-    shard: Shard,
-    units: Sequence[Unit],
+    stages: Sequence[tuple[Shard, Sequence[Unit]]],
     *,
+    layers: Sequence[Model] = (),
     file_of: Callable[[str], int],
 ) -> Common:
     """Common state of a checkpoint.
@@ -92,20 +92,27 @@ def collect_common(
     files : Files
     models : mapping of str to Model
         Model files by the label of their rank; the first is the one that counts where all agree.
-    shard : Shard
-        The first rank's optimizer file.
-    units : sequence of Unit
-        Of the first model-parallel rank.
+    stages : sequence of (Shard, sequence of Unit)
+        Per pipeline stage the first rank's optimizer file and units; the first stage's file counts where all
+        agree.
+    layers : sequence of Model
+        Layer files of a pipeline.
     file_of : callable
         Index in the file table of a file's name.
     """
     tensors = Tensors(file_of)
     warnings: list[str] = []
     first = next(iter(models.values()))
+    shard = stages[0][0]
     model = _Encoder(tensors.taker(first.name, first.big_endian), warnings)
     optimizer = _Encoder(tensors.taker(shard.name, shard.big_endian), warnings)
-    scalars = [_numbers(files, shard, entry) for entry in shard.scalars]
-    steps, where = _steps(shard, units, scalars)
+    numbers = [[_numbers(files, holder, entry) for entry in holder.scalars] for holder, _ in stages]
+    # a stage may have no parameters of a group
+    scalars: list[Mapping[str, tuple[Any, str]]] = [
+        next((entry for entry in per_stage if entry), {})
+        for per_stage in zip(*numbers, strict=True)
+    ]
+    steps, where = _all_steps(stages, numbers)
     scheduler = first.rest.get("lr_scheduler")
     if scheduler is None:
         warnings.append(
@@ -118,7 +125,7 @@ def collect_common(
         "version": first.rest.get("ds_version") or rest.get("ds_version"),
         "zero_stage": shard.stage,
         **model("", {key: first.rest[key] for key in _ENGINE if key in first.rest}),
-        "buffer_names": sorted(first.buffer_names),
+        "buffer_names": sorted({name for m in models.values() for name in m.buffer_names}),
         "optimizer": {
             "class": shard.optimizer_class,
             "step": where,
@@ -129,10 +136,13 @@ def collect_common(
             ],
         },
     }
-    if first.extras:
-        framework["module_extras"] = model("module", dict(first.extras))
+    for holder in (first, *layers):
+        if holder.extras:
+            extras = _Encoder(tensors.taker(holder.name, holder.big_endian), warnings)
+            found = extras("module", dict(holder.extras))
+            framework["module_extras"] = {**framework.get("module_extras", {}), **found}
     document = {
-        "param_groups": _groups(shard, units, optimizer),
+        "param_groups": _groups(shard, [units for _, units in stages], optimizer),
         "steps": steps,
         "scheduler": model("lr_scheduler", scheduler),
         "loss_scaler": optimizer("loss_scaler", loss_scaler),
@@ -201,10 +211,30 @@ def _steps(
     return steps, {"kept_in": list(places), "types": list(kinds)}
 
 
-def _groups(shard: Shard, units: Sequence[Unit], encoder: _Encoder) -> list[dict[str, Any]]:
+def _all_steps(
+    stages: Sequence[tuple[Shard, Sequence[Unit]]],
+    numbers: Sequence[Sequence[Mapping[str, tuple[Any, str]]]],
+) -> tuple[dict[str, int | float], dict[str, Any]]:
+    """Steps of all pipeline stages; a tied parameter has one step on all of them."""
+    steps, where = _steps(*stages[0], numbers[0])
+    for (shard, units), mine in zip(stages[1:], numbers[1:], strict=True):
+        for fqn, step in _steps(shard, units, mine)[0].items():
+            if steps.setdefault(fqn, step) != step:
+                raise CorruptSourceError(
+                    f"{shard.name}: step of {fqn!r} is {step}, but {steps[fqn]} on another pipeline stage.",
+                    fqn=fqn,
+                )
+    return steps, where
+
+
+def _groups(
+    shard: Shard, stages: Sequence[Sequence[Unit]], encoder: _Encoder
+) -> list[dict[str, Any]]:
+    """Groups of all stages are one by their position; their hyper-parameters were compared."""
     groups = []
     for index, members in enumerate(shard.group_units):
-        names = [name for unit in members for name in units[unit].shapes]
+        names = [name for units in stages for unit in members for name in units[unit].shapes]
+        names = [*dict.fromkeys(names)]  # tied parameters are on several stages
         hyper = dict(shard.groups[index]) if shard.groups is not None else {}
         hyper.pop("params", None)
         groups.append({**encoder(f"param_groups[{index}]", hyper), "params": names})

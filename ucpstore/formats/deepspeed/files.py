@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ucpstore.contracts import Detection
@@ -25,7 +25,7 @@ from ucpstore.errors import (
 )
 from ucpstore.io.base import Files, FileStat, check_name
 
-__all__ = ["Grid", "RankFiles", "detect", "discover", "rank_of", "require_ranks"]
+__all__ = ["Grid", "RankFiles", "detect", "discover", "rank_of", "require_layers", "require_ranks"]
 
 LATEST = "latest"
 
@@ -34,8 +34,8 @@ _OPTIM = re.compile(
 )
 _MODEL = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
 _MODEL3 = re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
+_LAYER = re.compile(r"layer_(?P<layer>\d+)-(?:model_(?P<tp>\d+)-)?model_states\.pt")
 _OTHERS = {
-    "pipeline layer files": re.compile(r"layer_\d+-(model_\d+-)?model_states\.pt"),
     "MoE expert files": re.compile(
         r"(layer_-?\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
     ),
@@ -74,6 +74,8 @@ class RankFiles:
         Model-parallel ranks, and data-parallel ranks that have optimizer files.
     models, optims : Grid
         ``models`` has dp rank 0 only, unless ``partitioned``.
+    layers : mapping of (layer, tensor-parallel rank) to FileStat
+        Layer files of a pipeline.
     """
 
     folder: str
@@ -84,6 +86,7 @@ class RankFiles:
     dp: int
     models: Grid
     optims: Grid
+    layers: Grid = field(default_factory=dict)
 
     def optim_name(self, mp: int, dp: int) -> str:
         """The name that DeepSpeed gives to an optimizer file."""
@@ -95,6 +98,12 @@ class RankFiles:
         """The name that DeepSpeed gives to a model file."""
         rank = f"zero_pp_rank_{dp}_" if self.partitioned else ""
         return _join(self.folder, f"{rank}mp_rank_{mp:02d}_model_states.pt")
+
+    def layer_name(self, layer: int, tp: int) -> str:
+        """The name that DeepSpeed gives to a layer file of this pipeline's topology."""
+        spelled = [_LAYER.fullmatch(_base(stat.name)) for stat in self.layers.values()]
+        rank = f"model_{tp:02d}-" if any(match and match["tp"] for match in spelled) else ""
+        return _join(self.folder, f"layer_{layer:02d}-{rank}model_states.pt")
 
 
 def detect(files: Files) -> Detection:
@@ -127,7 +136,7 @@ def discover(files: Files, tag: str | None) -> RankFiles:
     IncompleteSourceError
         Rank files are missing; the message names them.
     UnsupportedSourceError
-        The folder holds files of a kind that is not read (pipeline layers, experts, ...).
+        The folder holds files of a kind that is not read (experts, offloaded states, ...).
     """
     folder, tag = _locate(files, tag)
     stats = {_base(stat.name): stat for stat in files.list(folder, recursive=False)}
@@ -136,6 +145,7 @@ def discover(files: Files, tag: str | None) -> RankFiles:
     prefixes: dict[str, dict[tuple[int, int], FileStat]] = {}
     plain: dict[tuple[int, int], FileStat] = {}
     partitioned: dict[tuple[int, int], FileStat] = {}
+    layers: dict[tuple[int, int], FileStat] = {}
     for name, stat in stats.items():
         if match := _OPTIM.fullmatch(name):
             _put(prefixes.setdefault(match["prefix"], {}), int(match["mp"]), int(match["dp"]), stat)
@@ -143,7 +153,20 @@ def discover(files: Files, tag: str | None) -> RankFiles:
             _put(plain, int(match["mp"]), 0, stat)
         elif match := _MODEL3.fullmatch(name):
             _put(partitioned, int(match["mp"]), int(match["dp"]), stat)
-    _refuse_mixtures(where, prefixes, plain, partitioned)
+        elif match := _LAYER.fullmatch(name):
+            _put(
+                layers,
+                int(match["layer"]),
+                int(match["tp"] or 0),
+                stat,
+                what="layer {}, tp rank {}",
+            )
+    if layers and not plain and not partitioned:
+        raise IncompleteSourceError(
+            f"{where}: {len(layers)} layer files but no model file: expected mp_rank_00_model_states.pt and one for"
+            " every other model-parallel rank."
+        )
+    _refuse_mixtures(where, prefixes, plain, partitioned, layers=layers)
     prefix, optims = next(iter(prefixes.items()), ("", {}))
     models = partitioned or plain
     ranks = [*models, *optims]
@@ -156,6 +179,7 @@ def discover(files: Files, tag: str | None) -> RankFiles:
         dp=1 + max((dp for _, dp in [*optims, *partitioned]), default=-1),
         models=models,
         optims=optims,
+        layers=layers,
     )
     if optims and not models:
         raise IncompleteSourceError(
@@ -196,6 +220,40 @@ def require_ranks(found: RankFiles, *, mp: int, dp: int) -> None:
         raise IncompleteSourceError(
             f"checkpoint {found.tag!r}: {len(missing)} rank files are missing of {mp} model-parallel x {dp}"
             f" data-parallel ranks: {listing(missing)}.",
+            hint="Copy them from the nodes that wrote them.",
+            missing=missing,
+        )
+
+
+def require_layers(found: RankFiles, tp: int) -> None:
+    """Require every layer file on all tensor-parallel ranks.
+
+    Raises
+    ------
+    IncompleteSourceError
+        Names every file that is missing.
+    UnsupportedSourceError
+        There are files of more ranks.
+    """
+    beyond = [stat.name for (_, rank), stat in found.layers.items() if rank >= tp]
+    if beyond:
+        raise UnsupportedSourceError(
+            f"checkpoint {found.tag!r}: {listing(beyond, cap=3)} are of tensor-parallel ranks beyond the {tp} of the"
+            " run.",
+            hint="Remove those of the older run.",
+            kind=Kind.AMBIGUOUS,
+        )
+    layers = sorted({layer for layer, _ in found.layers})
+    missing = [
+        found.layer_name(layer, rank)
+        for layer in layers
+        for rank in range(tp)
+        if (layer, rank) not in found.layers
+    ]
+    if missing:
+        raise IncompleteSourceError(
+            f"checkpoint {found.tag!r}: {len(missing)} layer files are missing of {len(layers)} layers on {tp}"
+            f" tensor-parallel ranks: {listing(missing)}.",
             hint="Copy them from the nodes that wrote them.",
             missing=missing,
         )
@@ -251,8 +309,14 @@ def _read_latest(files: Files) -> str:
 
 
 def rank_of(name: str) -> tuple[str, int, int] | None:
-    """Kind of a rank file, mp rank and dp rank, as its name says; ``None`` for other files."""
+    """Kind of a rank file, mp rank (or layer) and dp (or tp) rank, as its name says.
+
+    ``None`` for other files.
+    """
     name = _base(name)
+    layer = _LAYER.fullmatch(name)
+    if layer:
+        return "layer", int(layer["layer"]), int(layer["tp"] or 0)
     for kind, pattern in (("optimizer", _OPTIM), ("model", _MODEL), ("model", _MODEL3)):
         match = pattern.fullmatch(name)
         if match:
@@ -270,7 +334,7 @@ def _has_rank_files(files: Files, folder: str) -> bool:
 
 
 def _is_rank_file(name: str) -> bool:
-    patterns = (_OPTIM, _MODEL, _MODEL3, *_OTHERS.values())
+    patterns = (_OPTIM, _MODEL, _MODEL3, _LAYER, *_OTHERS.values())
     return any(pattern.fullmatch(name) for pattern in patterns)
 
 
@@ -289,7 +353,7 @@ def _refuse_other_kinds(where: str, names: Collection[str], folders: Collection[
 
 
 def _refuse_mixtures(
-    where: str, prefixes: Mapping[str, Grid], plain: Grid, partitioned: Grid
+    where: str, prefixes: Mapping[str, Grid], plain: Grid, partitioned: Grid, *, layers: Grid
 ) -> None:
     if len(prefixes) > 1:
         examples = listing(_base(next(iter(grid.values())).name) for grid in prefixes.values())
@@ -305,16 +369,30 @@ def _refuse_mixtures(
             hint="Remove those of the older run.",
             kind=Kind.AMBIGUOUS,
         )
+    if layers and partitioned:
+        examples = listing(_base(next(iter(grid.values())).name) for grid in (layers, partitioned))
+        raise UnsupportedSourceError(
+            f"{where}: files of a pipeline and of ZeRO 3 lie in one folder ({examples}).",
+            hint="Remove those of the older run.",
+            kind=Kind.AMBIGUOUS,
+        )
     if not prefixes and not plain and not partitioned:
         raise UnrecognizedSourceError(
             f"{where}: no DeepSpeed rank files (*_model_states.pt, *_optim_states.pt)."
         )
 
 
-def _put(grid: dict[tuple[int, int], FileStat], mp: int, dp: int, stat: FileStat) -> None:
+def _put(
+    grid: dict[tuple[int, int], FileStat],
+    mp: int,
+    dp: int,
+    stat: FileStat,
+    *,
+    what: str = "mp rank {}, dp rank {}",
+) -> None:
     if (mp, dp) in grid:
         raise UnsupportedSourceError(
-            f"two files claim mp rank {mp}, dp rank {dp}: {grid[mp, dp].name} and {stat.name}.",
+            f"two files claim {what.format(mp, dp)}: {grid[mp, dp].name} and {stat.name}.",
             kind=Kind.AMBIGUOUS,
         )
     grid[mp, dp] = stat

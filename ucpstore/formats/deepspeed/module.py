@@ -10,7 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ucpstore.errors import CorruptSourceError, Kind, UnsupportedSourceError, listing
+from ucpstore.errors import (
+    CorruptSourceError,
+    IncompleteSourceError,
+    Kind,
+    UnsupportedSourceError,
+    listing,
+)
 from ucpstore.formats.deepspeed.checks import integers, mapping_of, named, sequence_of
 from ucpstore.formats.deepspeed.units import Shapes, read_shapes
 from ucpstore.formats.torchfile import TensorRef, TorchFile
@@ -113,15 +119,23 @@ def is_placeholder(ref: TensorRef, shape: tuple[int, ...] | None) -> bool:
     return ref.shape in _PLACEHOLDERS and ref.shape != shape
 
 
-def read_model(file: TorchFile) -> Model:
+def read_model(file: TorchFile, *, pipeline: bool = False) -> Model:
     """Take a model file apart.
+
+    Parameters
+    ----------
+    file : TorchFile
+    pipeline : bool
+        There are layer files, which have the tensors.
 
     Raises
     ------
     CorruptSourceError
         Keys are missing or of another type.
+    IncompleteSourceError
+        It belongs to a pipeline, but there are no layer files.
     UnsupportedSourceError
-        It belongs to a pipeline or to an MoE model.
+        It belongs to an MoE model.
     """
     name = file.stat.name
     root = mapping_of(file.root, name)
@@ -133,13 +147,20 @@ def read_model(file: TorchFile) -> Model:
             f"{name}: no key 'module' among {listing(root)}: this is no DeepSpeed model file.",
             kind=Kind.MISSING_KEY,
         )
-    if root["module"] is None:
-        raise UnsupportedSourceError(
-            f"{name}: 'module' is empty: pipeline checkpoints, whose weights are in layer files, are not supported"
-            " yet."
+    if root["module"] is None and not pipeline:
+        raise IncompleteSourceError(
+            f"{name}: 'module' is empty: the weights of a pipeline are in layer files, and no layer_*-model_states.pt"
+            " is there.",
+            hint="Copy them from the nodes that wrote them.",
         )
-    stage0 = root.get("param_shapes") is None
-    module = named(root["module"], f"{name}: module")
+    if root["module"] is not None and pipeline:
+        raise UnsupportedSourceError(
+            f"{name}: 'module' holds tensors, but there are layer files of a pipeline in the same folder.",
+            hint="Remove the files of the older run.",
+            kind=Kind.AMBIGUOUS,
+        )
+    stage0 = root.get("param_shapes") is None and not pipeline
+    module = named(root["module"] or {}, f"{name}: module")
     frozen = root.get("frozen_param_shapes")
     what = f"{name}: frozen_param_shapes"
     fragments = mapping_of(
@@ -158,7 +179,7 @@ def read_model(file: TorchFile) -> Model:
         big_endian=file.big_endian,
         module={key: value for key, value in module.items() if isinstance(value, TensorRef)},
         extras={key: value for key, value in module.items() if not isinstance(value, TensorRef)},
-        shapes=[] if stage0 else read_shapes(root["param_shapes"], f"{name}: param_shapes"),
+        shapes=read_shapes(root.get("param_shapes") or [], f"{name}: param_shapes"),
         buffer_names=frozenset(
             _texts(sequence_of(root.get("buffer_names") or [], f"{name}: buffer_names"), name)
         ),

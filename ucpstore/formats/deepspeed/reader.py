@@ -30,8 +30,10 @@ from ucpstore.formats.deepspeed.common import collect_common
 from ucpstore.formats.deepspeed.files import RankFiles
 from ucpstore.formats.deepspeed.module import Model, read_model, take_census
 from ucpstore.formats.deepspeed.naming import Prober
+from ucpstore.formats.deepspeed.pipeline import Layers, fill_shapes, read_layers
 from ucpstore.formats.deepspeed.shards import Shard, read_shard
 from ucpstore.formats.deepspeed.stage0 import read_names, read_stage0
+from ucpstore.formats.deepspeed.stages import align_groups, require_stages
 from ucpstore.formats.deepspeed.states import compare_mappings
 from ucpstore.formats.deepspeed.stubs import index
 from ucpstore.formats.deepspeed.units import GroupUnit, SubGroupUnit, Unit
@@ -47,7 +49,7 @@ _T = TypeVar("_T")
 
 
 class DeepSpeedFormat:
-    """Checkpoints of DeepSpeed ZeRO 0, 1, 2, 3 and BF16_Optimizer, with or without AutoTP."""
+    """Checkpoints of DeepSpeed ZeRO 0, 1, 2, 3 and BF16_Optimizer, with AutoTP, pipelines or without."""
 
     name = "deepspeed"
 
@@ -67,7 +69,7 @@ class DeepSpeedFormat:
         UnsafePickleError
             A file names a class outside the allow-list.
         UnsupportedSourceError
-            Pipeline, MoE, universal or offloaded checkpoints, unknown layouts.
+            MoE, universal or offloaded checkpoints, unknown layouts.
         PatternError
             Tensor-parallel slices that no rule describes; stage 0 whose optimizer's parameters can have
             several names.
@@ -83,6 +85,7 @@ class _Ranks:
     models: list[Model]
     shards: list[list[Shard]]
     units: list[list[Unit]]
+    layers: Layers | None
 
 
 class _Opening:
@@ -93,31 +96,38 @@ class _Opening:
         self._found = found
         self._table: dict[str, int] = {}
         self._warnings: list[str] = []
+        self._tp = found.mp
 
     def source(self) -> PieceSource:
         ranks = self._read()
         first = ranks.models[0]
         stage = ranks.shards[0][0].stage
         info = first.rest.get("universal_checkpoint_info") or ranks.shards[0][0].patterns
-        tp = TensorParallel(info, self._found.mp)
-        census = take_census(first, stage)
+        tp = TensorParallel(info, self._tp)
+        census = take_census(first, stage) if ranks.layers is None else ranks.layers.census
         self._warnings += census.warnings
         models = self._all_models(ranks, needed=bool(census.frozen) and stage == 3)
         assembly = Assembly(tp, census, file_of=self._file_of)
-        assembly.add_trainable(ranks.units, ranks.shards)
+        assembly.add_trainable(ranks.units, ranks.shards, self._tp)
         if not assembly.stepped and ranks.shards[0][0].masters:
             self._warnings.append(
                 "the optimizer has no states yet (it never took a step): there are master weights only."
             )
-        assembly.add_modules(ranks.models, stage)
+        for replicas in [[ranks.models]] if ranks.layers is None else ranks.layers.replicas:
+            assembly.add_modules(replicas, stage)
         assembly.add_frozen(models, stage)
         for units, shards in zip(ranks.units, ranks.shards, strict=True):
             self._warnings += compare_mappings(units, shards)
         common = collect_common(
             self._files,
             {_label(mp, dp, self._found.partitioned): model for (mp, dp), model in models.items()},
-            ranks.shards[0][0],
-            ranks.units[0],
+            [
+                (shards[0], units)
+                for shards, units in zip(
+                    ranks.shards[:: self._tp], ranks.units[:: self._tp], strict=True
+                )
+            ],
+            layers=() if ranks.layers is None else ranks.layers.firsts,
             file_of=self._file_of,
         )
         self._warnings += compare_steps(common.document["steps"], first)
@@ -125,7 +135,9 @@ class _Opening:
             format=DeepSpeedFormat.name,
             files=self._files,
             file_table=self._file_table(),
-            parameters=assembly.parameters(order=first.module),
+            parameters=assembly.parameters(
+                order=first.module if ranks.layers is None else ranks.layers.names
+            ),
             common=CommonState(common.document, common.tensors.specs),
             parallelism=self._parallelism(ranks),
             warnings=[*dict.fromkeys(self._warnings + assembly.warnings + common.warnings)],
@@ -141,8 +153,10 @@ class _Opening:
             model,
             *self._map(lambda mp: self._model(found.models[mp, 0]), range(1, found.mp)),
         ]
-        for other in models[1:]:
-            require_one_run(model, other, same_shapes=False)
+        for mp, other in enumerate(models):
+            require_one_run(model, other, same_shapes=False, same_names=False)
+            stage = models[mp - mp % self._tp]
+            require_one_run(stage, other, same_shapes=False)
         if model.stage0:
             return self._read_stage0(models)
         if not found.optims:
@@ -154,10 +168,14 @@ class _Opening:
         if found.dp > dp:
             self._left_over(dp, found.dp, "data-parallel")
         others = [(mp, d) for mp in range(found.mp) for d in range(dp)][1:]
-        steps = read_steps(self._files, first)
-        rest = self._map(lambda rank: self._shard_like(first, steps, found.optims[rank]), others)
+        rest = self._map(lambda rank: self._shard(found.optims[rank], first), others)
         flat = [first, *rest]
         shards = [flat[mp * dp : (mp + 1) * dp] for mp in range(found.mp)]
+        if self._tp < found.mp:
+            models, shards = align_groups(models, shards)
+            first, *rest = [shard for group in shards for shard in group]
+        steps = read_steps(self._files, first)
+        self._map(lambda shard: self._require_one_save(first, steps, shard), rest)
         for shard in rest:
             _require_same(first, shard, ("stage", "optimizer_class", "counts", "group_units"))
         for group in shards:
@@ -168,8 +186,21 @@ class _Opening:
                 f"{first.name} is of ZeRO stage {first.stage}, but {model.name} is not: the files do not belong"
                 " together."
             )
+        layers = None
+        if self._found.layers:
+            layers = self._layers(models, shards)
+            models = fill_shapes(models, shards, layers)
+            require_stages(models, self._tp)
         units = [_units(model, group) for model, group in zip(models, shards, strict=True)]
-        return _Ranks(models, shards, units)
+        return _Ranks(models, shards, units, layers)
+
+    def _layers(self, models: Sequence[Model], shards: Sequence[Sequence[Shard]]) -> Layers:
+        """Read the layer files of a pipeline."""
+        stats = self._found.layers
+        read = self._map(
+            lambda key: require_own_rank(index(self._files, stats[key].name)), sorted(stats)
+        )
+        return read_layers(self._found, dict(zip(sorted(stats), read, strict=True)), models, shards)
 
     def _read_stage0(self, models: Sequence[Model]) -> _Ranks:
         """Without ZeRO there are model files only, one per model-parallel rank."""
@@ -181,7 +212,7 @@ class _Opening:
                 f" {next(iter(others.values())).name} are there, expected none: such checkpoints are not supported."
             )
         names = read_names(self._files, found.folder)
-        ranks = _Ranks([], [], [])
+        ranks = _Ranks([], [], [], None)
         steps: Mapping[int, Any] = {}
         for model in models:
             rank = read_stage0(
@@ -226,11 +257,6 @@ class _Opening:
     def _check_topology(self, model: Model) -> None:
         """Compare what the first model file says about the run with the files that are there."""
         dimensions = model.rest.get("checkpoint_parallel_dimensions") or {}
-        pipeline = dimensions.get("pp_degree") if isinstance(dimensions, Mapping) else 1
-        if isinstance(pipeline, int) and pipeline > 1:
-            raise UnsupportedSourceError(
-                f"{model.name}: {pipeline} pipeline stages: pipeline checkpoints are not supported yet."
-            )
         zero = _zero_config(model)
         if zero.get("zero_quantized_nontrainable_weights") and model.fragments:
             raise UnsupportedSourceError(
@@ -242,18 +268,28 @@ class _Opening:
                 "ZenFlow was on: DeepSpeed does not save the states of its selective optimizer."
             )
         world = model.rest.get("mp_world_size")
-        tensor = dimensions.get("tp_degree") if isinstance(dimensions, Mapping) else None
-        if isinstance(tensor, int) and isinstance(world, int) and tensor != world:
+        if isinstance(world, int) and world >= 1 and world != self._found.mp:
+            if world > self._found.mp:
+                rank_files.require_ranks(self._found, mp=world, dp=self._found.dp)
+            self._left_over(world, self._found.mp, "model-parallel")
+            self._found = replace(self._found, mp=world)
+        self._tp = self._tensor_degree(model, dimensions if isinstance(dimensions, Mapping) else {})
+        if self._found.layers:
+            rank_files.require_layers(self._found, self._tp)
+
+    def _tensor_degree(self, model: Model, dimensions: Mapping[str, Any]) -> int:
+        """Tensor-parallel ranks of every pipeline stage; before 2026 only the layer files tell."""
+        mp = self._found.mp
+        ranks = 1 + max((rank for _, rank in self._found.layers), default=mp - 1)
+        tensor, pipeline = dimensions.get("tp_degree"), dimensions.get("pp_degree")
+        tensor = tensor if isinstance(tensor, int) and tensor > 0 else ranks
+        pipeline = pipeline if isinstance(pipeline, int) and pipeline > 0 else mp // tensor
+        if tensor * pipeline != mp or (pipeline > 1 and not self._found.layers):
             raise CorruptSourceError(
-                f"{model.name}: mp_world_size is {world}, but tp_degree of checkpoint_parallel_dimensions is"
-                f" {tensor}, expected the same without pipeline stages."
+                f"{model.name}: {pipeline} pipeline stages (pp_degree) of {tensor} tensor-parallel ranks (tp_degree)"
+                f" contradict {mp} model-parallel ranks with {len(self._found.layers)} layer files."
             )
-        if not isinstance(world, int) or world < 1 or world == self._found.mp:
-            return
-        if world > self._found.mp:
-            rank_files.require_ranks(self._found, mp=world, dp=self._found.dp)
-        self._left_over(world, self._found.mp, "model-parallel")
-        self._found = replace(self._found, mp=world)
+        return tensor
 
     def _parallelism(self, ranks: _Ranks) -> dict[str, Any]:
         shard = ranks.shards[0][0]
@@ -266,8 +302,8 @@ class _Opening:
             "version": model.rest.get("ds_version") or shard.rest.get("ds_version"),
             "zero_stage": shard.stage,
             "dp": dp,
-            "tp": self._found.mp,
-            "pp": 1,
+            "tp": self._tp,
+            "pp": self._found.mp // self._tp,
             "optimizer_class": shard.optimizer_class,
             "tag": self._found.tag,
             "file_prefix": self._found.prefix,
@@ -276,7 +312,8 @@ class _Opening:
         }
 
     def _model(self, stat: FileStat) -> Model:
-        return read_model(require_own_rank(index(self._files, stat.name)))
+        file = require_own_rank(index(self._files, stat.name))
+        return read_model(file, pipeline=bool(self._found.layers))
 
     def _model_like(self, first: Model, rank: tuple[int, int]) -> Model:
         """Another data-parallel rank's model file, without what it has in common with the first."""
@@ -287,11 +324,9 @@ class _Opening:
     def _shard(self, stat: FileStat, like: Shard | None = None) -> Shard:
         return read_shard(require_own_rank(index(self._files, stat.name)), like=like)
 
-    def _shard_like(self, first: Shard, steps: Mapping[int, Any], stat: FileStat) -> Shard:
-        """Another rank's optimizer file, of the same save as the first."""
-        shard = self._shard(stat, first)
+    def _require_one_save(self, first: Shard, steps: Mapping[int, Any], shard: Shard) -> None:
+        """Another rank's optimizer file must be of the same save as the first."""
         require_one_save(first, shard, like=steps, steps=read_steps(self._files, shard))
-        return shard
 
     def _map(self, function: Callable[[Any], _T], items: Sequence[Any]) -> list[_T]:
         """Run over independent files in threads; the first error in order of the items is raised."""
@@ -303,7 +338,8 @@ class _Opening:
 
     def _file_table(self) -> list[SourceFile]:
         found = self._found
-        stats = {s.name: s for grid in (found.models, found.optims) for s in grid.values()}
+        grids = (found.models, found.optims, found.layers)
+        stats = {stat.name: stat for grid in grids for stat in grid.values()}
         return [SourceFile.of(stats[name]) for name in self._table]
 
     def _file_of(self, name: str) -> int:

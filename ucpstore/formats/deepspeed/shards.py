@@ -47,8 +47,8 @@ class Shard:
         1, 2 or 3.
     optimizer_class : str
         The DeepSpeed optimizer that wrote it.
-    masters : tuple of TensorRef
-        Flat master weights per unit.
+    masters : tuple of TensorRef or None
+        Flat master weights per unit; ``None`` where a pipeline stage has no parameters of a group.
     states : tuple of dict
         Flat tensor states per unit, by the optimizer's own names.
     scalars : tuple of dict
@@ -75,7 +75,7 @@ class Shard:
     big_endian: bool
     stage: int
     optimizer_class: str
-    masters: tuple[TensorRef, ...]
+    masters: tuple[TensorRef | None, ...]
     states: tuple[Mapping[str, TensorRef], ...]
     scalars: tuple[Mapping[str, Any], ...]
     groups: tuple[Mapping[str, Any], ...] | None
