@@ -1,4 +1,4 @@
-"""The main job, end to end: train, open virtually, convert, look, verify.
+"""The main job, end to end: train, open virtually, convert, look, verify, reshape, go on training.
 
 Run it with ``make demo``. Everything is made in ``demo-run/``.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 RUN = Path("demo-run")
 SOURCE = RUN / "deepspeed"
 STORE = RUN / "step-00000010"
+RESHAPED = RUN / "zero3"
 FQN = "model.layers.0.mlp.up_proj.weight"
 
 
@@ -22,8 +23,8 @@ def title(text: str) -> None:
     print(f"\n\033[1m== {text}\033[0m" if sys.stdout.isatty() else f"\n== {text}", flush=True)
 
 
-def train() -> None:
-    """Two gloo ranks of unmodified DeepSpeed, ZeRO stage 1, bf16 with fp32 masters."""
+def train(*options: str) -> None:
+    """Two gloo ranks of unmodified DeepSpeed, bf16 with fp32 masters."""
     script = Path(__file__).with_name("train.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     environment = {
@@ -35,7 +36,7 @@ def train() -> None:
     log = RUN / "train.log"
     with log.open("w") as errors:
         done = subprocess.run(
-            [*command, str(script), str(SOURCE)], env=environment, stderr=errors, check=False
+            [*command, str(script), *options], env=environment, stderr=errors, check=False
         )
     if done.returncode:
         sys.exit(f"training ended with {done.returncode}; see {log}:\n{log.read_text()[-3000:]}")
@@ -50,7 +51,7 @@ def main() -> None:
     shutil.rmtree(RUN, ignore_errors=True)
     RUN.mkdir()
     title("1. Train a small LLaMA-like model with DeepSpeed ZeRO-1 on two ranks")
-    train()
+    train(str(SOURCE), "--stage", "1")
 
     title("2. Open the checkpoint as it is: a lazy mapping, no conversion, no torch")
     cli("inspect", str(SOURCE))
@@ -77,6 +78,10 @@ def main() -> None:
     title("5. Verify every byte, then against the source")
     cli("verify", str(STORE), "--against", str(SOURCE))
     cli("diff", str(SOURCE), str(STORE))
+
+    title("6. Reshape it to ZeRO-3 and go on training in unmodified DeepSpeed")
+    cli("convert", str(STORE), str(RESHAPED), "--to", "deepspeed", "--layout", "dp=2,zero_stage=3")
+    train(str(RUN / "continued"), "--stage", "3", "--load", str(RESHAPED), "--steps", "3")
     print(f"\nAll of it is in {RUN}/: try `ucpstore ls {STORE}`.")
 
 

@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--load", help="checkpoint folder to go on from")
     arguments = parser.parse_args()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     torch.manual_seed(0)
@@ -49,10 +50,18 @@ def main() -> None:
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
         },
     )
+    done = 0
+    if arguments.load:
+        folder, _ = engine.load_checkpoint(arguments.load)
+        if folder is None:
+            parser.error(f"DeepSpeed found no checkpoint in {arguments.load}")
+        done = engine.global_steps
     rank = torch.distributed.get_rank()
     generator = torch.Generator().manual_seed(rank)
-    for step in range(arguments.steps):
+    for step in range(done + arguments.steps):
         tokens = torch.randint(0, config.vocab_size, (4, 64), generator=generator)
+        if step < done:
+            continue  # the data that the first run has seen
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
