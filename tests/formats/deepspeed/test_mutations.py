@@ -498,3 +498,42 @@ def test_tags_and_latest_by_hand(tmp_path: Path) -> None:
     (run.path / "latest").write_text("x" * 300)
     with pytest.raises(CorruptSourceError, match="latest"):
         open_run(run)
+
+
+# ------------------------------------------------------------------ sequence parallelism
+
+
+@pytest.mark.parametrize("name", ["s1-fp32-dp2", "s3-fp32-dp2"])
+def test_sequence_parallel_degree_recorded_as_tensor_parallel(name: str, tmp_path: Path) -> None:
+    """DeepSpeed's own mpu for sequence parallelism answers tp_degree with its degree."""
+    run = copy_run(deepspeed_run(name), tmp_path)
+    dimensions = {"pp_degree": 1, "tp_degree": 2}
+    for path in models(run):
+        edit(path, lambda content: content.update(checkpoint_parallel_dimensions=dimensions))
+    source = open_run(run)
+    assert any("sequence parallelism" in text for text in source.warnings)
+    assert source.parallelism["tp"] == 1
+    assert equals_truth(run)
+
+
+def test_tensor_parallel_ranks_that_are_denied_stay_an_error(tmp_path: Path) -> None:
+    run = copy_run(deepspeed_run("tp2-s1-bf16-dp1"), tmp_path)
+    for path in run.tag_path.glob("*mp_rank_01*"):
+        path.unlink()
+    edit(models(run)[0], lambda content: content.update(mp_world_size=1))
+    with pytest.raises(SourceError):
+        open_run(run)
+
+
+def test_sequence_parallel_ranks_that_share_files_are_told(tmp_path: Path) -> None:
+    run = copy_run(deepspeed_run("s1-fp32-dp2"), tmp_path)
+
+    def configure(content: dict[str, Any]) -> None:
+        content["ds_config"] |= {"data_parallel_size": 2, "sequence_parallel_size": 2}
+
+    for path in [*models(run), *optims(run)]:
+        edit(path, configure)
+    assert any("the last one wins" in text for text in open_run(run).warnings)
+    assert not any(
+        "last one wins" in text for text in open_run(deepspeed_run("s1-fp32-dp2")).warnings
+    )

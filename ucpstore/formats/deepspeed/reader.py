@@ -267,6 +267,15 @@ class _Opening:
             self._warnings.append(
                 "ZenFlow was on: DeepSpeed does not save the states of its selective optimizer."
             )
+        config = model.rest.get("ds_config")
+        config = config if isinstance(config, Mapping) else {}
+        degree = config.get("sequence_parallel_size")
+        if "data_parallel_size" in config and isinstance(degree, int) and degree > 1:
+            self._warnings.append(
+                f"the run had data_parallel_size and sequence_parallel_size {degree} in its configuration: there"
+                " DeepSpeed lets the sequence-parallel ranks write the same files, and the last one wins. What is"
+                " read is right only if these ranks had the same weights."
+            )
         world = model.rest.get("mp_world_size")
         if isinstance(world, int) and world >= 1 and world != self._found.mp:
             if world > self._found.mp:
@@ -284,6 +293,15 @@ class _Opening:
         tensor, pipeline = dimensions.get("tp_degree"), dimensions.get("pp_degree")
         tensor = tensor if isinstance(tensor, int) and tensor > 0 else ranks
         pipeline = pipeline if isinstance(pipeline, int) and pipeline > 0 else mp // tensor
+        sequence = tensor > mp == 1 == pipeline == model.rest.get("mp_world_size")
+        if sequence and "universal_checkpoint_info" not in model.rest:
+            # The mpu of DeepSpeed's sequence parallelism (runtime/sequence_parallel/parallel_state_sp.py)
+            # answers with its own degree when it is asked for the model-parallel one.
+            self._warnings.append(
+                f"tp_degree {tensor} with one model-parallel rank is read as sequence parallelism, which cuts no"
+                " weights."
+            )
+            return 1
         if tensor * pipeline != mp or (pipeline > 1 and not self._found.layers):
             raise CorruptSourceError(
                 f"{model.name}: {pipeline} pipeline stages (pp_degree) of {tensor} tensor-parallel ranks (tp_degree)"
