@@ -162,9 +162,7 @@ def local_tensors(shape: tuple[int, ...], axes: Sequence[Axis]) -> tuple[Local, 
         for piece in geometry.query(full, copy):
             local = held[piece.slot]
             windows[piece.slot].append(_window(piece, local.shape))
-    return tuple(
-        Local(local.shape, tuple(mine)) for local, mine in zip(held, windows, strict=True)
-    )
+    return tuple(Local(local.shape, tuple(mine)) for local, mine in zip(held, windows, strict=True))
 
 
 def _window(piece: Piece, shape: tuple[int, ...]) -> Window:
