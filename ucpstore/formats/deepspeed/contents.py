@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ucpstore.formats.deepspeed.ranks import ModelRank, buffer_of, weight_of
 from ucpstore.formats.deepspeed.recipe import Recipe, tensors_in
 from ucpstore.formats.deepspeed.states import MASTER
-from ucpstore.formats.deepspeed.tpinfo import UNIVERSAL, universal_info
+from ucpstore.formats.deepspeed.tpinfo import UNIVERSAL
 from ucpstore.formats.deepspeed.ucpinfo import Flat
 from ucpstore.formats.torchwrite import Part, Size, Tensor
 from ucpstore.layout.local import Local
@@ -185,8 +185,8 @@ def _client(recipe: Recipe, rank: ModelRank, dp: int) -> dict[str, Any]:
     mine: dict[str, Any] = rng.get(label) or next(iter(rng.values()), {})
     others = (common.get("client_by_rank") or {}).get(label, {})
     found = {**(common.get("client") or {}), **others, **mine}
-    if recipe.universal_info is not None:
-        found[UNIVERSAL] = universal_info(recipe.universal_info, recipe.slices)
+    if recipe.universal is not None:
+        found[UNIVERSAL] = recipe.universal
     return found
 
 
@@ -304,8 +304,8 @@ def optimizer_file(recipe: Recipe, rank: ModelRank, dp: int) -> dict[str, Any]:
             "ds_version": recipe.zero_version,
             "param_slice_mappings": [_mapping(flat) for flat in flats],
         }
-    if UNIVERSAL in recipe.optimizer_facts and recipe.universal_info is not None:
-        inner[UNIVERSAL] = universal_info(recipe.universal_info, recipe.slices)
+    if UNIVERSAL in recipe.optimizer_facts and recipe.universal is not None:
+        inner[UNIVERSAL] = recipe.universal
     root = {
         "optimizer_state_dict": inner,
         "ds_config": _config(recipe),

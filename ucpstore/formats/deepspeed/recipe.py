@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ucpstore.contracts import CommonState, ParameterSpec, Role, Source
-from ucpstore.errors import Kind, PlanError, UnsupportedSourceError, listing
+from ucpstore.errors import Kind, PatternError, PlanError, UnsupportedSourceError, listing
 from ucpstore.formats.deepspeed.pipelining import Pipeline, is_pipeline, make_pipeline
 from ucpstore.formats.deepspeed.ranks import (
     SUB_GROUP_SIZE,
@@ -19,7 +19,7 @@ from ucpstore.formats.deepspeed.ranks import (
     model_ranks,
 )
 from ucpstore.formats.deepspeed.states import MASTER, name_and_role
-from ucpstore.formats.deepspeed.tpinfo import UNIVERSAL
+from ucpstore.formats.deepspeed.tpinfo import UNIVERSAL, describe_slices, universal_info
 from ucpstore.formats.deepspeed.ucpinfo import Member, undeal
 from ucpstore.formats.torchwrite import Part, Tensor
 from ucpstore.layout.parallel import Layout
@@ -51,6 +51,8 @@ class Recipe:
         Of a ``PipelineModule``.
     ranks : tuple of ModelRank
         By model-parallel rank.
+    universal : mapping or None
+        ``universal_checkpoint_info``, right for the target's degree.
     parameters : mapping of str to ParameterSpec
     common : mapping
         The decoded common document.
@@ -68,6 +70,7 @@ class Recipe:
     slices: Slices
     pipeline: Pipeline | None
     ranks: tuple[ModelRank, ...]
+    universal: Mapping[str, Any] | None
     parameters: Mapping[str, ParameterSpec]
     common: Mapping[str, Any]
     tensors: Mapping[str, Any]
@@ -93,12 +96,6 @@ class Recipe:
     @property
     def zero_version(self) -> str:
         return str(self.framework.get("version") or _OLDEST)
-
-    @property
-    def universal_info(self) -> Mapping[str, Any] | None:
-        """The source's ``universal_checkpoint_info``: of the model files, else of AutoTP's optimizer files."""
-        found = self.framework.get(UNIVERSAL) or self.optimizer_facts.get(UNIVERSAL)
-        return found if isinstance(found, dict) else None
 
     @property
     def optimizer_facts(self) -> Mapping[str, Any]:
@@ -247,6 +244,7 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         slices=slices,
         pipeline=pipeline,
         ranks=tuple(ranks),
+        universal=_universal(source, framework, slices, patterns),
         parameters=source.parameters,
         common=common,
         tensors=source.common.tensors,
@@ -255,6 +253,31 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         warnings=(),
     )
     return replace(recipe, warnings=(*warnings, *_rng_warnings(recipe)))
+
+
+def _universal(
+    source: Source, framework: Mapping[str, Any], slices: Slices, patterns: Patterns | None
+) -> dict[str, Any] | None:
+    """``universal_checkpoint_info``: the source's, unless the given patterns say otherwise than it does."""
+    found = framework.get(UNIVERSAL)
+    optimizer = framework.get("optimizer")
+    if not isinstance(found, dict) and isinstance(optimizer, dict):
+        found = optimizer.get(UNIVERSAL)
+    if not isinstance(found, dict) or not _is_described(source, slices, patterns):
+        return describe_slices(slices) if slices.degree > 1 else None
+    return universal_info(found, slices)
+
+
+def _is_described(source: Source, slices: Slices, patterns: Patterns | None) -> bool:
+    """Whether the source's own patterns give these slices."""
+    own = known_patterns(source, None)
+    if patterns is None or own is None:
+        return True
+    try:
+        theirs = Slices(source.parameters, own, slices.degree)
+    except PatternError:
+        return False
+    return theirs.held == slices.held
 
 
 def known_patterns(source: Source, patterns: Patterns | None) -> Patterns | None:

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ucpstore.formats.deepspeed.ranks import Slices
-from ucpstore.layout.kinds import ShardNC
+from ucpstore.layout.kinds import Pad, Partial, Replicate, Shard, ShardNC
 from ucpstore.layout.local import Local
 from ucpstore.layout.region import Region, row_major_strides
 from ucpstore.layout.rules import PrefixRegex
 
-__all__ = ["UNIVERSAL", "universal_info"]
+__all__ = ["UNIVERSAL", "describe_slices", "universal_info"]
 
 UNIVERSAL = "universal_checkpoint_info"
 _AFFINE = "affine_map"
@@ -25,6 +25,7 @@ _PADDED = "padded_vocab_size"
 _AUTOTP = "autotp_unsupported_parameter_patterns"
 """Only AutoTP writes this; with it (from 0.19.8 on) an affine map of every parameter."""
 _AFFINE_VERSION = 1
+_VERSION = 0.4
 
 
 def universal_info(info: Mapping[str, Any], slices: Slices) -> dict[str, Any]:
@@ -40,12 +41,53 @@ def universal_info(info: Mapping[str, Any], slices: Slices) -> dict[str, Any]:
         found[_WIDTHS] = widths
     if _AFFINE in info or _AUTOTP in info:
         maps = {
-            f"^{re.escape(fqn)}$": _affine(held.shape, slices.all(fqn))
+            _exactly(fqn): _affine(held.shape, slices.all(fqn))
             for fqn, held in slices.held.items()
             if not any(local.padding for local in slices.all(fqn))
         }
         found[_AFFINE] = {"version": _AFFINE_VERSION, "params": maps}
     return found
+
+
+def describe_slices(slices: Slices) -> dict[str, Any]:
+    """An entry made from nothing but the slices, as AutoTP makes its own: one exact pattern per parameter.
+
+    See ``collect_autotp_universal_checkpoint_info`` of ``module_inject/layers.py``.
+    """
+    lists: dict[str, list[str]] = {
+        "parameter_with_row_parallelism_patterns": [],
+        "tp_replicated_parameter_patterns": [],
+        "parameter_to_average_patterns": [],
+        "vocabulary_parameter_patterns": [],
+    }
+    fused = []
+    vocabulary: dict[str, int] = {}
+    for fqn, held in slices.held.items():
+        name = _exactly(fqn)
+        kind = held.axes[-1].pattern
+        if isinstance(kind, Replicate):
+            lists["tp_replicated_parameter_patterns"].append(name)
+        elif isinstance(kind, Partial):
+            lists["parameter_to_average_patterns"].append(name)
+        elif isinstance(kind, Shard) and kind.dim == 1:
+            lists["parameter_with_row_parallelism_patterns"].append(name)
+        elif isinstance(kind, ShardNC):
+            shape: list[Any] = list(held.shape)
+            shape[kind.dim] = kind.sizes(held.shape[kind.dim])
+            fused.append({"patterns": [name], "shape": shape, "partition_dim": kind.dim})
+        for axis in held.axes[:-1]:
+            if isinstance(axis.pattern, Pad) and axis.pattern.dim == 0:
+                lists["vocabulary_parameter_patterns"].append(name)
+                vocabulary = {
+                    "original_vocab_size": axis.pattern.true_size,
+                    _PADDED: held.shape[0],
+                }
+    found = {"universal_checkpoint_version": _VERSION, **lists, "parameter_with_sub_params": fused}
+    return universal_info({**found, _AUTOTP: {}, **vocabulary}, slices)
+
+
+def _exactly(fqn: str) -> str:
+    return f"^{re.escape(fqn)}$"
 
 
 def _matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
