@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ucpstore.contracts import CommonState, ParameterSpec, Role, Source
-from ucpstore.errors import Kind, PatternError, PlanError, UnsupportedSourceError, listing
+from ucpstore.errors import Kind, PlanError, UnsupportedSourceError, listing
 from ucpstore.formats.deepspeed.pipelining import Pipeline, is_pipeline, make_pipeline
 from ucpstore.formats.deepspeed.ranks import (
     SUB_GROUP_SIZE,
@@ -19,7 +19,12 @@ from ucpstore.formats.deepspeed.ranks import (
     model_ranks,
 )
 from ucpstore.formats.deepspeed.states import MASTER, name_and_role
-from ucpstore.formats.deepspeed.tpinfo import UNIVERSAL, describe_slices, universal_info
+from ucpstore.formats.deepspeed.tpinfo import (
+    UNIVERSAL,
+    describe_slices,
+    describes,
+    universal_info,
+)
 from ucpstore.formats.deepspeed.ucpinfo import Member, undeal
 from ucpstore.formats.torchwrite import Part, Tensor
 from ucpstore.layout.parallel import Layout
@@ -244,7 +249,7 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         slices=slices,
         pipeline=pipeline,
         ranks=tuple(ranks),
-        universal=_universal(source, framework, slices, patterns),
+        universal=_universal(framework, slices),
         parameters=source.parameters,
         common=common,
         tensors=source.common.tensors,
@@ -255,29 +260,16 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
     return replace(recipe, warnings=(*warnings, *_rng_warnings(recipe)))
 
 
-def _universal(
-    source: Source, framework: Mapping[str, Any], slices: Slices, patterns: Patterns | None
-) -> dict[str, Any] | None:
-    """``universal_checkpoint_info``: the source's, unless the given patterns say otherwise than it does."""
+def _universal(framework: Mapping[str, Any], slices: Slices) -> dict[str, Any] | None:
+    """``universal_checkpoint_info``: the source's where it fits the slices, else one made from them."""
     found = framework.get(UNIVERSAL)
     optimizer = framework.get("optimizer")
     if not isinstance(found, dict) and isinstance(optimizer, dict):
         found = optimizer.get(UNIVERSAL)
-    if not isinstance(found, dict) or not _is_described(source, slices, patterns):
+    if not isinstance(found, dict):
         return describe_slices(slices) if slices.degree > 1 else None
-    return universal_info(found, slices)
-
-
-def _is_described(source: Source, slices: Slices, patterns: Patterns | None) -> bool:
-    """Whether the source's own patterns give these slices."""
-    own = known_patterns(source, None)
-    if patterns is None or own is None:
-        return True
-    try:
-        theirs = Slices(source.parameters, own, slices.degree)
-    except PatternError:
-        return False
-    return theirs.held == slices.held
+    info = universal_info(found, slices)
+    return info if describes(info, slices) else {**info, **describe_slices(slices)}
 
 
 def known_patterns(source: Source, patterns: Patterns | None) -> Patterns | None:
