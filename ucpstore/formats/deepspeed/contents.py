@@ -14,14 +14,18 @@ from typing import Any
 
 from ucpstore.contracts import ParameterSpec, Role
 from ucpstore.formats.deepspeed.recipe import Recipe, tensors_in
+from ucpstore.formats.deepspeed.stage0 import NAMES_FILE
 from ucpstore.formats.deepspeed.states import MASTER
 from ucpstore.formats.deepspeed.ucpinfo import Flat
-from ucpstore.formats.torchwrite import Part, Size, Tensor
+from ucpstore.formats.deepspeed.unsharded import clip_of, flat_weights, stage0_optimizer
+from ucpstore.formats.deepspeed.wrapper import FUSED, accumulation_of, section
+from ucpstore.formats.torchwrite import Part, Size, Tensor, View
 from ucpstore.tagged import StubObject
 
 __all__ = ["file_names", "model_file", "optimizer_file"]
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
+_SHORT = {None: None, "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def file_names(recipe: Recipe) -> list[tuple[str, str, int]]:
@@ -31,6 +35,8 @@ def file_names(recipe: Recipe) -> list[tuple[str, str, int]]:
         models = [(f"zero_pp_rank_{r}_mp_rank_00_model_states.pt", "model", r) for r in ranks]
     else:
         models = [("mp_rank_00_model_states.pt", "model", 0)]
+    if recipe.layout.zero_stage == 0:  # flat groups need no names
+        return models + [(NAMES_FILE, "names", 0)] * (recipe.wrapper != FUSED)
     stem = f"{recipe.prefix}zero_pp_rank_"
     return models + [(f"{stem}{r}_mp_rank_00_optim_states.pt", "optimizer", r) for r in ranks]
 
@@ -50,6 +56,11 @@ def _config(recipe: Recipe) -> Any:
     kept = {key: value for key, value in config.items() if key != "tensor_parallel"}
     if isinstance(fp16 := kept.get("fp16"), dict):
         kept["fp16"] = {**fp16, "enabled": recipe.dtype == "float16"}
+    elif recipe.dtype == "float16":
+        kept["fp16"] = {"enabled": True}
+    if accumulation_of(config) != layout.grad_accum_dtype:
+        types = section(config, "data_types")
+        kept["data_types"] = {**types, "grad_accum_dtype": _SHORT[layout.grad_accum_dtype]}
     return {**kept, "zero_optimization": zero, "bf16": bf16}
 
 
@@ -67,11 +78,15 @@ def _weight(recipe: Recipe, parameter: ParameterSpec) -> tuple[str, tuple[int, .
     return state, spec.shape, recipe.dtype if spec.dtype in _FLOATS else spec.dtype
 
 
-def _module(recipe: Recipe) -> OrderedDict[str, Tensor]:
+def _module(recipe: Recipe) -> OrderedDict[str, Tensor | View]:
     """``module``: weights, buffers and aliases; at stage 3 empty placeholders instead of weights."""
-    module: OrderedDict[str, Tensor] = OrderedDict()
+    module: OrderedDict[str, Tensor | View] = OrderedDict()
+    views = flat_weights(recipe)
+    tensor: Tensor | View
     for fqn, parameter in recipe.parameters.items():
-        if buffer := _buffer(parameter):
+        if fqn in views:
+            tensor = views[fqn]
+        elif buffer := _buffer(parameter):
             spec = parameter.states[buffer]
             tensor = Tensor(spec.dtype, spec.shape, (_whole(fqn, buffer, spec.shape),))
         else:
@@ -122,7 +137,7 @@ def _client(recipe: Recipe, rank: int) -> dict[str, Any]:
 
 
 def model_file(recipe: Recipe, rank: int) -> dict[str, Any]:
-    """A model file (``mp_rank_00`` at stages 1 and 2, one of every rank at stage 3)."""
+    """A model file (``mp_rank_00`` at stages 0, 1 and 2, one of every rank at stage 3)."""
     layout, framework = recipe.layout, recipe.framework
     frozen = layout.zero_stage >= 2
     shapes = [
@@ -136,15 +151,15 @@ def model_file(recipe: Recipe, rank: int) -> dict[str, Any]:
     engine = {
         "module": _module(recipe),
         "buffer_names": [f for f, p in recipe.parameters.items() if _buffer(p)],
-        "optimizer": None,
-        "param_shapes": shapes,
+        "optimizer": stage0_optimizer(recipe) if layout.zero_stage == 0 else None,
+        "param_shapes": None if layout.zero_stage == 0 else shapes,
         "frozen_param_shapes": (
             OrderedDict((f, Size(_weight(recipe, p)[1])) for f, p in _frozen(recipe))
             if frozen
             else None
         ),
         "frozen_param_fragments": _fragments(recipe, rank) if frozen else None,
-        "shared_params": shared if rank == 0 else {},
+        "shared_params": None if layout.zero_stage == 0 else shared if rank == 0 else {},
         "lr_scheduler": recipe.common.get("scheduler"),
         "data_sampler": framework.get("data_sampler"),
         "random_ltd": framework.get("random_ltd"),
@@ -162,25 +177,6 @@ def model_file(recipe: Recipe, rank: int) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------ optimizer files
-
-
-def _scaler(recipe: Recipe) -> dict[str, Any]:
-    """The loss scaler; engines of fp32 and bf16 have a static one of 1."""
-    saved = recipe.common.get("loss_scaler")
-    facts = recipe.framework.get("optimizer", {})
-    if isinstance(saved, StubObject) and recipe.dtype == "float16":
-        return {
-            "loss_scaler": saved,
-            "dynamic_loss_scale": bool(facts.get("dynamic_loss_scale", False)),
-            "overflow": bool(facts.get("overflow", False)),
-        }
-    scaler = StubObject(
-        "deepspeed.runtime.fp16.loss_scaler",
-        "LossScaler",
-        (),
-        {"cur_scale": 1.0, "dynamic": False},
-    )
-    return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
 
 
 def _base_state(recipe: Recipe, flats: list[Flat]) -> dict[str, Any]:
@@ -209,7 +205,7 @@ def optimizer_file(recipe: Recipe, rank: int) -> dict[str, Any]:
     if recipe.layout.zero_stage == 3:
         inner = {
             "zero_stage": 3,
-            **_scaler(recipe),
+            **recipe.scaler.of_zero(),
             "partition_count": recipe.layout.dp,
             "optimizer_state_dict": base,
             "fp32_flat_groups": [
@@ -219,7 +215,7 @@ def optimizer_file(recipe: Recipe, rank: int) -> dict[str, Any]:
     else:
         inner = {
             "zero_stage": recipe.layout.zero_stage,
-            **_scaler(recipe),
+            **recipe.scaler.of_zero(),
             **_clip(recipe),
             "base_optimizer_state": base,
             "single_partition_of_fp32_groups": [
@@ -240,10 +236,7 @@ def optimizer_file(recipe: Recipe, rank: int) -> dict[str, Any]:
 
 
 def _clip(recipe: Recipe) -> dict[str, Any]:
-    clip = recipe.framework.get("optimizer", {}).get("clip_grad")
-    if clip is None:
-        config = recipe.framework.get("ds_config")
-        clip = config.get("gradient_clipping") if isinstance(config, dict) else None
+    clip = clip_of(recipe)
     return {} if clip is None else {"clip_grad": clip}
 
 

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ucpstore.contracts import CommonState, ParameterSpec, Role, Source
 from ucpstore.errors import Kind, PlanError, UnsupportedSourceError, listing
+from ucpstore.formats.deepspeed.scaler import Scaler, decide_scaler
 from ucpstore.formats.deepspeed.states import MASTER, name_and_role
 from ucpstore.formats.deepspeed.ucpinfo import Member, UcpInfo, deal, undeal
+from ucpstore.formats.deepspeed.wrapper import (
+    FUSED,
+    TORCH,
+    UNFUSED,
+    ZERO,
+    accumulation_of,
+    engine_class,
+    require_loadable,
+    section,
+    uses_fused_adam,
+)
 from ucpstore.formats.torchwrite import Part, Tensor
 from ucpstore.layout.parallel import Layout
 from ucpstore.tagged import StubObject, TensorName, decode
 
-__all__ = ["Group", "Recipe", "make_recipe", "tensors_in"]
+__all__ = ["Group", "Recipe", "make_recipe", "native_states", "tensors_in"]
 
 SUB_GROUP_SIZE = 1_000_000_000
 """DeepSpeed's default (``runtime/zero/config.py``)."""
@@ -32,7 +44,7 @@ class Group:
     hyper: Mapping[str, Any]
     members: tuple[Member, ...]
     states: Mapping[str, str]
-    """The optimizer's name of a state -> ours."""
+    """The optimizer's name of a state -> ours; of the first parameter where each has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +56,10 @@ class Recipe:
     source : str
         URL, for messages.
     layout : Layout
-        With its dtype and sub-group size decided.
+        With all that it left open decided.
+    wrapper : str
+        The class of DeepSpeed's that will load the files (`ucpstore.formats.deepspeed.wrapper`).
+    scaler : Scaler
     groups : tuple of Group
     info : UcpInfo
     parameters : mapping of str to ParameterSpec
@@ -58,6 +73,8 @@ class Recipe:
 
     source: str
     layout: Layout
+    wrapper: str
+    scaler: Scaler
     groups: tuple[Group, ...]
     info: UcpInfo
     parameters: Mapping[str, ParameterSpec]
@@ -148,21 +165,26 @@ def make_recipe(source: Source, layout: Layout) -> Recipe:
         )
     config = framework.get("ds_config")
     config = config if isinstance(config, dict) else {}
-    layout = _decide(source, layout, config)
+    own_dtype = _source_dtype(source, config)
+    layout, found = _decide(source, common, layout, config)
+    scaler = decide_scaler(common, layout, config=config, own_dtype=own_dtype)
+    wrapper = engine_class(layout, config)
     groups = tuple(_groups(source, common, config, layout))
-    info = UcpInfo.of(
-        [group.members for group in groups],
-        layout.zero_stage,
-        layout.dp,
-        layout.sub_group_size or SUB_GROUP_SIZE,
-    )
-    warnings += _rng_warnings(common, layout)
+    members = [group.members for group in groups]
+    if layout.zero_stage == 0:
+        info = UcpInfo.whole(members, layout.dp, flat=wrapper == FUSED)
+    else:
+        size = layout.sub_group_size or SUB_GROUP_SIZE
+        info = UcpInfo.of(members, layout.zero_stage, layout.dp, size)
+    warnings += [*found, *_frozen_warnings(source, wrapper), *_rng_warnings(common, layout)]
     tag = source.parallelism.get("tag")
     if not isinstance(tag, str) or not tag:
         tag = f"global_step{common['counters'].get('global_steps', 0)}"
     return Recipe(
         source=source.url,
         layout=layout,
+        wrapper=wrapper,
+        scaler=scaler,
         groups=groups,
         info=info,
         parameters=source.parameters,
@@ -179,9 +201,10 @@ def _check_layout(layout: Layout) -> None:
             f"layout tp={layout.tp}, pp={layout.pp}: native DeepSpeed checkpoints are only written for tp=1 and"
             " pp=1 yet."
         )
-    if layout.zero_stage == 0:
+    if layout.zero_stage != 0 and layout.fused_adam is not None:
         raise PlanError(
-            "layout zero_stage=0: native DeepSpeed checkpoints are only written for stages 1, 2 and 3 yet."
+            f"layout fused_adam={str(layout.fused_adam).lower()}: found stage {layout.zero_stage}, expected 0: with"
+            " ZeRO all optimizers have the same files."
         )
     if layout.zero_stage != 3 and layout.sub_group_size is not None:
         raise PlanError(
@@ -204,34 +227,46 @@ def _has_lost(value: Any) -> bool:
     return isinstance(value, list) and any(_has_lost(item) for item in value)
 
 
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, dict) else {}
-
-
-def _decide(source: Source, layout: Layout, config: Mapping[str, Any]) -> Layout:
-    """Fill in what the layout leaves to the source."""
-    own = _source_dtype(source, config)
-    dtype = layout.dtype or own
-    if dtype == "float16" != own:
-        raise PlanError(
-            f"layout dtype=fp16: the source is of {own}, and has no loss scale to go on with.",
-            hint="Choose bf16 or fp32.",
-        )
-    size = layout.sub_group_size or _section(config, "zero_optimization").get("sub_group_size")
+def _decide(
+    source: Source, common: Mapping[str, Any], layout: Layout, config: Mapping[str, Any]
+) -> tuple[Layout, list[str]]:
+    """Fill in what the layout leaves to the source; and warnings."""
+    dtype = layout.dtype or _source_dtype(source, config)
+    size = layout.sub_group_size or section(config, "zero_optimization").get("sub_group_size")
     if layout.zero_stage == 3:
         size = int(size) if isinstance(size, int | float) and size >= 1 else SUB_GROUP_SIZE
     else:
         size = None
-    return Layout(layout.dp, 1, 1, layout.zero_stage, dtype, size)
+    warnings = []
+    accumulation = layout.grad_accum_dtype or accumulation_of(config)
+    if layout.zero_stage == 0 and layout.grad_accum_dtype is None and accumulation != dtype:
+        if accumulation is not None:
+            warnings.append(
+                f"the source's configuration has grad_accum_dtype {accumulation}, with which DeepSpeed does not run"
+                f" {dtype} without ZeRO: leave it out of the new configuration."
+            )
+        accumulation = None
+    fused = layout.fused_adam
+    if layout.zero_stage == 0 and dtype != "float32" and fused is None:
+        own = str(source.parallelism.get("optimizer_class"))
+        fused = uses_fused_adam(own, common["param_groups"], config)
+    layout = replace(
+        layout,
+        dtype=dtype,
+        sub_group_size=size,
+        grad_accum_dtype=accumulation,
+        fused_adam=None if dtype == "float32" else fused,
+    )
+    require_loadable(layout)
+    return layout, warnings
 
 
 def _source_dtype(source: Source, config: Mapping[str, Any]) -> str:
     if str(source.parallelism.get("file_prefix", "")).startswith("bf16"):
         return "bfloat16"
-    if _section(config, "bf16").get("enabled") is True:
+    if section(config, "bf16").get("enabled") is True:
         return "bfloat16"
-    return "float16" if _section(config, "fp16").get("enabled") is True else "float32"
+    return "float16" if section(config, "fp16").get("enabled") is True else "float32"
 
 
 def _groups(
@@ -247,7 +282,8 @@ def _groups(
             )
         members = [_member(source, fqn) for fqn in entry["params"]]
         members = _reorder(source, config, layout, members)
-        groups.append(Group(hyper, tuple(members), _states(source, index, members)))
+        flat = engine_class(layout, config) not in (TORCH, UNFUSED)
+        groups.append(Group(hyper, tuple(members), _states(source, index, members, flat=flat)))
     owned = {member.fqn for group in groups for member in group.members}
     astray = [
         f for f, p in source.parameters.items() if p.trainable and _is_param(p) and f not in owned
@@ -285,31 +321,33 @@ def _reorder(
     source: Source, config: Mapping[str, Any], layout: Layout, members: list[Member]
 ) -> list[Member]:
     """Flat order of the target: ``round_robin_gradients`` deals parameters out by the number of ranks."""
-    if _section(config, "zero_optimization").get("round_robin_gradients") is not True:
+    if section(config, "zero_optimization").get("round_robin_gradients") is not True:
         return members
-    if source.parallelism.get("optimizer_class") == "DeepSpeedZeroOptimizer":
-        members = undeal(members, int(source.parallelism["dp"]))
-    accumulate = _section(config, "data_types").get("grad_accum_dtype")
-    bf16_optimizer = (
-        layout.zero_stage == 1 and layout.dtype == "bfloat16" and accumulate in ("fp32", "float32")
-    )
-    return members if layout.zero_stage == 3 or bf16_optimizer else deal(members, layout.dp)
+    if source.parallelism.get("optimizer_class") == ZERO:
+        # what was written for BF16_Optimizer looks like this, too
+        own = Layout(
+            zero_stage=int(source.parallelism["zero_stage"]),
+            dtype=_source_dtype(source, config),
+            grad_accum_dtype=accumulation_of(config),
+        )
+        if engine_class(own, config) == ZERO:
+            members = undeal(members, int(source.parallelism["dp"]))
+    return deal(members, layout.dp) if engine_class(layout, config) == ZERO else members
 
 
-def _states(source: Source, index: int, members: Sequence[Member]) -> dict[str, str]:
+def _states(source: Source, index: int, members: Sequence[Member], *, flat: bool) -> dict[str, str]:
     """The optimizer states that all parameters of a group have: the optimizer's name -> ours."""
     held: list[dict[str, str]] = []
     for member in members:
         specs = source.parameters[member.fqn].states
-        names = [n for n, s in specs.items() if n != MASTER and s.role is not Role.MODEL_WEIGHT]
-        held.append({_native(name): name for name in names})
-        for name in names:
+        held.append(native_states(source.parameters[member.fqn]))
+        for name in held[-1].values():
             if specs[name].shape != member.shape or specs[name].dtype not in _FLOATS:
                 raise UnsupportedSourceError(
                     f"{source.url}: {name} of {member.fqn} has shape {specs[name].shape} and elements of"
                     f" {specs[name].dtype}, expected {member.shape} and floats."
                 )
-    if any(names != held[0] for names in held):
+    if flat and any(names != held[0] for names in held):
         raise UnsupportedSourceError(
             f"{source.url}: some parameters of group {index} have optimizer states that others lack; one flat"
             " buffer cannot hold that."
@@ -317,11 +355,31 @@ def _states(source: Source, index: int, members: Sequence[Member]) -> dict[str, 
     return held[0] if held else {}
 
 
+def native_states(parameter: ParameterSpec) -> dict[str, str]:
+    """The optimizer states of a parameter: the optimizer's name -> ours."""
+    names = [
+        n for n, s in parameter.states.items() if n != MASTER and s.role is not Role.MODEL_WEIGHT
+    ]
+    return {_native(name): name for name in names}
+
+
 _NATIVE = {name_and_role(state)[0]: state for state in ("exp_avg", "exp_avg_sq")}
 
 
 def _native(name: str) -> str:
     return _NATIVE.get(name, name)
+
+
+def _frozen_warnings(source: Source, wrapper: str) -> list[str]:
+    """Without ZeRO and in fp32 nobody takes frozen parameters out of the optimizer's groups."""
+    frozen = [f for f, p in source.parameters.items() if not p.trainable and _is_param(p)]
+    if not frozen or wrapper != TORCH:
+        return []
+    text = (
+        f"{len(frozen)} frozen parameters are in no group of the optimizer's state: an optimizer that is given them"
+        " all the same does not load it."
+    )
+    return [text]
 
 
 def _rng_warnings(common: Mapping[str, Any], layout: Layout) -> list[str]:

@@ -27,7 +27,8 @@ from ucpstore.errors import (
 )
 from ucpstore.formats.deepspeed.contents import file_names, model_file, optimizer_file
 from ucpstore.formats.deepspeed.recipe import Recipe, make_recipe
-from ucpstore.formats.torchwrite import BLOCK, TorchWriter
+from ucpstore.formats.deepspeed.unsharded import names_file
+from ucpstore.formats.torchwrite import BLOCK, BytesWriter, TorchWriter
 from ucpstore.io.base import Files, FileStat, check_name
 from ucpstore.layout.parallel import Layout
 
@@ -236,8 +237,10 @@ class DeepSpeedTarget:
         self._states = tuple(sorted(states))
         self._contents = contents.hexdigest()
 
-    def _writer(self, index: int) -> TorchWriter:
+    def _writer(self, index: int) -> TorchWriter | BytesWriter:
         name, kind, rank = self._names[index]
+        if kind == "names":
+            return BytesWriter(names_file(self._recipe))
         make = model_file if kind == "model" else optimizer_file
         return TorchWriter(make(self._recipe, rank), name.removesuffix(".pt"))
 
