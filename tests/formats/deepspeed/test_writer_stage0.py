@@ -99,8 +99,8 @@ TO_STAGE0: list[tuple[str, int, bool]] = [
 def test_zero_goes_on_without_zero(name: str, dp: int, store: bool, tmp_path: Path) -> None:
     run = deepspeed_run(name)
     path = convert(run.path, tmp_path / "c", Layout(dp=dp, zero_stage=0), store=store)
-    names = {file.name for file in (path / "global_step3").iterdir()} - {"parameter_names.json"}
-    assert names == {MODEL} or name.startswith("unstepped")
+    names = {file.name for file in path.glob("global_step*/*")}
+    assert names == {MODEL, "parameter_names.json"}
     read_back(run, path, 0)
     resumed = resume_run(
         name,
@@ -131,7 +131,7 @@ FROM_STAGE0: list[tuple[str, int, int, bool]] = [
     ("s0-fp32-dp2", 1, 2, False),
     ("s0-fp32-dp2", 3, 3, True),
     ("tied-s0-fp32-dp2", 2, 2, True),
-    ("frozen-s0-fp32-dp1", 3, 2, False),
+    ("reversed-s0-bf16-dp1", 3, 2, False),
     ("named-s0-fp32-dp2", 2, 3, True),
     ("sgd-s0-fp32-dp1", 3, 1, False),
     ("s0-bf16-dp2", 1, 3, False),
@@ -283,6 +283,7 @@ def test_round_robin_deals_by_the_class_that_will_load(accumulate: str, tmp_path
 
 DYNAMIC = {"fp16": {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}}
 STATIC = {"fp16": {"loss_scale": 64}}
+UNSCALED = {"fp16": {"loss_scale": 1}}
 OVERFLOW = {"fp16": {"initial_scale_power": 22, "hysteresis": 2}}
 
 
@@ -311,6 +312,9 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Resumed]:
         ("s0-fp32-dp2", 0, 3, STATIC),
         ("s0-fp32-dp2", 0, 2, OVERFLOW),
         ("s0-fp32-dp2", 1, 3, DYNAMIC),
+        ("s0-fp32-dp2", 0, 2, UNSCALED),
+        ("s0-fp32-dp2", 3, 0, UNSCALED),
+        ("fused-s0-bf16-dp2", 1, 0, UNSCALED),
         ("fused-s0-bf16-dp2", 0, 2, DYNAMIC),
         ("fused-s0-bf16-dp2", 3, 0, DYNAMIC),
         ("fused-s0-bf16-dp2", 0, 1, STATIC),
@@ -331,30 +335,62 @@ def test_fp16_goes_on(
     resumed = resume_run(
         name, path, tmp_path / "r", world=2, stage=target, dtype="fp16", config=config
     )
-    assert differences(run, resumed, before.losses, 5e-3) == set()
+    # see test_deepspeed_does_not_scale_the_loss_without_zero
+    apart = config is not UNSCALED and (source == 0) != (target == 0)
+    assert differences(run, resumed, () if apart else before.losses, 1e-3) == set()
     was, now = run.facts["scaler"], resumed.run.facts["scaler"]
-    assert was["cur_scale"] != 1
-    shared = was.keys() & now.keys() - {"dynamic", "cur_iter", "raise_error_at_min_scale"}
-    assert {key: now[key] for key in shared} == {key: was[key] for key in shared}
-    if "cur_iter" in was and "cur_iter" in now:
-        assert was["cur_iter"] == now["cur_iter"]
+    assert (was["cur_scale"] == 1) == (config is UNSCALED)
+    for key in was.keys() & now.keys():
+        if key != "cur_hysteresis":
+            assert now[key] == was[key], key
     # and back again, to the last bit
     back = convert(path, tmp_path / "d", Layout(dp=2, zero_stage=source))
     name_of = MODEL if source == 0 else "*zero_pp_rank_1_*optim*"
     entry = "optimizer" if source == 0 else "optimizer_state_dict"
     ours, theirs = load(back, name_of)[entry], load(run.path, name_of)[entry]
     theirs.pop("param_alignment_paddings", None)
-    scalers = [vars(sd.pop("loss_scaler")) for sd in (ours, theirs) if "loss_scaler" in sd]
-    assert scalers[:1] == scalers[1:]
-    assert {key: type(ours[key]) for key in theirs} == {
-        key: type(theirs[key]) for key in theirs
-    } or 1
-    assert [text for text in unlike(ours, theirs) if "zero_stage" not in text] == []
+    for own in (ours, theirs):
+        own["zero_stage"] = 0  # an enum's member and a number
+        own.pop("fp32_flat_groups", None)  # its padding is whatever was in memory
+        if target == 0:
+            own.pop("overflow", None)  # not known without ZeRO
+    objects = [vars(sd.pop("loss_scaler")) for sd in (ours, theirs) if "loss_scaler" in sd]
+    for values in objects if target == 0 else []:
+        values.pop("cur_hysteresis", None)  # nor this
+    assert objects[:1] == objects[1:]
+    assert unlike(ours, theirs) == []
     again = resume_run(
         name, back, tmp_path / "b", world=2, stage=source, dtype="fp16", config=config
     )
     assert again.losses == before.losses
-    assert again.run.facts["scaler"] == was
+
+
+def test_deepspeed_does_not_scale_the_loss_without_zero(
+    half: Callable[..., Resumed], tmp_path: Path
+) -> None:
+    """Gradients are divided by the scale all the same: no checkpoint can hide this."""
+    sizes = {}
+    for stage in (0, 1):
+        run = half("s0-fp32-dp2", stage, {**STATIC, "gradient_clipping": 0.0}).run
+        values = [run.tensor("exp_avg", fqn) for fqn in run.facts["parameters"]]
+        sizes[stage] = sum(float(np.abs(value).sum()) for value in values)
+        report = ucpstore.convert(
+            run.path,
+            tmp_path / f"c{stage}",
+            to="deepspeed",
+            layout=Layout(dp=2, zero_stage=1 - stage),
+        )
+        assert any("divides gradients" in text for text in report.warnings)
+    assert np.isclose(sizes[0] * 64, sizes[1], rtol=0.05)
+
+
+def test_hysteresis_that_is_lost_is_told(half: Callable[..., Resumed], tmp_path: Path) -> None:
+    run = half("s0-fp32-dp2", 1, OVERFLOW).run
+    assert run.facts["counters"]["skipped_steps"] > 0
+    report = ucpstore.convert(
+        run.path, tmp_path / "c", to="deepspeed", layout=Layout(dp=2, zero_stage=0)
+    )
+    assert any("hysteresis" in text for text in report.warnings)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -405,7 +441,9 @@ def test_the_class_is_the_one_that_deepspeed_chooses() -> None:
     """DeepSpeed's own function, asked for every configuration that a layout can describe."""
     code = (
         "import itertools, json, types, torch\n"
+        "from deepspeed.runtime import engine as module\n"
         "from deepspeed.runtime.engine import DeepSpeedEngine as Engine\n"
+        "module.is_zero_supported_optimizer = lambda optimizer: True\n"
         "types_of = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}\n"
         "found = []\n"
         "for stage, model, gradients, pipeline, offload in itertools.product(\n"
@@ -433,7 +471,7 @@ def test_the_class_is_the_one_that_deepspeed_chooses() -> None:
     words = {
         None: {"torch.optim.Optimizer"},
         "fp16": {"FP16_UnfusedOptimizer"},
-        "ddp_bfloat16": {"FP16_UnfusedOptimizer"},
+        "ddp_bf16": {"FP16_UnfusedOptimizer"},
         "bf16": {"BF16_Optimizer"},
         "zero_optimization": {"DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"},
     }
@@ -496,6 +534,14 @@ def test_what_deepspeed_would_not_load_is_refused(
     with pytest.raises(PlanError, match=match):
         ucpstore.convert(deepspeed_run(name).path, tmp_path / "c", to="deepspeed", layout=layout)
     assert not (tmp_path / "c").exists()
+
+
+def test_bf16_pipelines_without_zero_are_refused() -> None:
+    """DeepSpeed 0.19.8 ends with ``KeyError: 0`` when it loads its own: it takes the model file's for a list."""
+    with pytest.raises(PlanError, match="found a pipeline"):
+        require_loadable(Layout(zero_stage=0, dtype="bf16"), pipeline=True)
+    require_loadable(Layout(zero_stage=0, dtype="fp32"), pipeline=True)
+    require_loadable(Layout(zero_stage=1, dtype="bf16"), pipeline=True)
 
 
 def test_other_gradients_without_zero_are_told(tmp_path: Path) -> None:
@@ -585,4 +631,6 @@ def test_the_comparison_notices_damage(
     torch.save(root, path / "global_step3" / MODEL)
     dtype = run.case.dtype
     resumed = resume_run(name, path, tmp_path / "r", world=2, stage=0, dtype=dtype)
+    if dtype == "bf16" and damage is change_weight_decay:
+        expected = {"hyper"}  # five steps of it are below bf16's precision
     assert differences(run, resumed, continue_run(name), RELATIVE[dtype]) == expected

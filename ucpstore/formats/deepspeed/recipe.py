@@ -176,7 +176,12 @@ def make_recipe(source: Source, layout: Layout) -> Recipe:
     else:
         size = layout.sub_group_size or SUB_GROUP_SIZE
         info = UcpInfo.of(members, layout.zero_stage, layout.dp, size)
-    warnings += [*found, *_frozen_warnings(source, wrapper), *_rng_warnings(common, layout)]
+    warnings += [
+        *found,
+        *_frozen_warnings(source, wrapper),
+        *scaler.warnings(int(source.parallelism.get("zero_stage", 1)), layout.zero_stage),
+        *_rng_warnings(common, layout),
+    ]
     tag = source.parallelism.get("tag")
     if not isinstance(tag, str) or not tag:
         tag = f"global_step{common['counters'].get('global_steps', 0)}"

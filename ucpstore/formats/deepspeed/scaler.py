@@ -75,6 +75,24 @@ class Scaler:
             found["scale_window"] = self.window
         return found
 
+    def warnings(self, source: int, target: int) -> list[str]:
+        """What is not carried over between stages of ZeRO, and what DeepSpeed does with the rest.
+
+        At stage 0 `DeepSpeedEngine.backward` does not multiply the loss by the scale (``runtime/engine.py``
+        of 0.19.8: only for a `ZeROOptimizer`), but gradients are divided by it.
+        """
+        found = []
+        if target == 0 and self.dynamic and (self.left != self.hysteresis or self.consecutive):
+            found.append(
+                "without ZeRO the loss scaler knows no hysteresis: how many overflows it still waits for is not kept."
+            )
+        if self.scale != 1 and (source == 0) != (target == 0):
+            found.append(
+                f"the loss scale is {self.scale}: DeepSpeed 0.19.8 without ZeRO divides gradients by it without having"
+                " multiplied the loss, so that gradients and moments are smaller by this factor than with ZeRO."
+            )
+        return found
+
     def _object(self) -> StubObject:
         state: dict[str, Any] = {"cur_scale": self.scale, "dynamic": self.dynamic}
         if not self.dynamic:
