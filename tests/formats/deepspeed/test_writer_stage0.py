@@ -17,20 +17,24 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import ucpstore
-from tests.deepspeed_runs import deepspeed_run
+from tests.deepspeed_runs import copy_run, deepspeed_run
 from tests.deepspeed_runs.resume import Resumed, continue_run, resume_run, train_run
 from tests.formats.deepspeed.test_writer import (
     RELATIVE,
     change_weight_decay,
+    contents,
     convert,
     differences,
     read_back,
     swap_moments,
     zero_second_moments,
 )
+from tests.schemas import validate
 from ucpstore import Layout
+from ucpstore.cli.main import main
 from ucpstore.errors import PlanError
 from ucpstore.formats.deepspeed.wrapper import engine_class, require_loadable, uses_fused_adam
 
@@ -131,6 +135,7 @@ FROM_STAGE0: list[tuple[str, int, int, bool]] = [
     ("s0-fp32-dp2", 1, 2, False),
     ("s0-fp32-dp2", 3, 3, True),
     ("tied-s0-fp32-dp2", 2, 2, True),
+    ("frozen-s0-fp32-dp1", 3, 2, False),
     ("reversed-s0-bf16-dp1", 3, 2, False),
     ("named-s0-fp32-dp2", 2, 3, True),
     ("sgd-s0-fp32-dp1", 3, 1, False),
@@ -150,6 +155,10 @@ def test_stage0_goes_on_with_zero(
     name: str, stage: int, dp: int, store: bool, tmp_path: Path
 ) -> None:
     run = deepspeed_run(name)
+    if name == "frozen-s0-fp32-dp1":  # nothing else tells its parameters apart
+        run = copy_run(run, tmp_path)
+        names = [group["names"] for group in run.facts["groups"]]
+        (run.tag_path / "parameter_names.json").write_text(json.dumps(names))
     path = convert(run.path, tmp_path / "c", Layout(dp=dp, zero_stage=stage), store=store)
     read_back(run, path, stage)
     resumed = resume_run(name, path, tmp_path / "r", world=dp, stage=stage, dtype=run.case.dtype)
@@ -359,6 +368,8 @@ def test_fp16_goes_on(
         values.pop("cur_hysteresis", None)  # nor this
     assert objects[:1] == objects[1:]
     assert unlike(ours, theirs) == []
+    if config is OVERFLOW and target == 0:
+        return  # the next overflow is waited for once more
     again = resume_run(
         name, back, tmp_path / "b", world=2, stage=source, dtype="fp16", config=config
     )
@@ -592,6 +603,26 @@ def test_nothing_is_done_for_the_same_layout(tmp_path: Path) -> None:
             path, tmp_path / "c", to="deepspeed", layout=Layout(dp=2, zero_stage=0)
         )
         assert (report.tasks, report.url) == (0, str(path))
+
+
+def test_plans_and_workers(tmp_path: Path) -> None:
+    run = deepspeed_run("s2-bf16-dp2")
+    request = ["plan", str(run.path), str(tmp_path / "c"), "--to", "deepspeed", "--json"]
+    done = CliRunner().invoke(main, [*request, "--layout", "dp=2,zero_stage=0,fused_adam=false"])
+    assert done.exit_code == 0, done.output
+    plan = json.loads(done.stdout)
+    validate(plan, "plan")
+    for rank in plan["target"]["layout"]["ucp_info"]["ranks"]:
+        assert sum(part[2] for flat in rank for part in flat["parts"]) == 11063 + 211
+    layout = Layout(dp=2, zero_stage=0)
+    one = contents(convert(run.path, tmp_path / "one", layout))
+    ucpstore.convert(run.path, tmp_path / "two", to="deepspeed", layout=layout, workers=2)
+    assert sorted(one) == [
+        f"global_step3/{MODEL}",
+        "global_step3/parameter_names.json",
+        "latest",
+    ]
+    assert contents(tmp_path / "two") == one
 
 
 # ------------------------------------------------------------------- negative controls
