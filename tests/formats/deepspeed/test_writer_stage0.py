@@ -509,6 +509,8 @@ def test_the_class_is_the_one_that_deepspeed_chooses() -> None:
         ("DeepSpeedZeroOptimizer", {"optimizer": 1}, {"optimizer": {"type": "AdamW"}}, True),
         ("x", {}, {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, False),
         ("x", {}, {"optimizer": {"type": "Lion"}}, False),
+        ("x", {"bias_correction": 1, "amsgrad": 0}, {"optimizer": {"type": "AdamW"}}, True),
+        ("x", {"betas": 0, "foreach": None}, {"optimizer": {"type": "AdamW"}}, False),
         ("x", dict.fromkeys(("lr", "betas", "eps", "weight_decay", "amsgrad")), {}, False),
         ("x", dict.fromkeys(("lr", "momentum", "dampening", "nesterov", "params")), {}, False),
         ("x", dict.fromkeys(("lr", "bias_correction", "betas", "eps", "weight_decay")), {}, True),
@@ -573,6 +575,15 @@ def test_the_layout_overrules_the_source(tmp_path: Path) -> None:
     path = convert(run.path, tmp_path / "d", Layout(dp=2, zero_stage=0, fused_adam=True))
     assert ucpstore.open(path).source.parallelism["optimizer_class"] == "FP16_Optimizer"
     read_back(run, path, 0)
+
+
+def test_frozen_parameters_in_fp32_are_told(tmp_path: Path) -> None:
+    """Nobody takes them out of the optimizer's groups there, if the user put them in."""
+    path = deepspeed_run("frozen-s1-fp32-dp2").path
+    for dtype, told in {"fp32": True, "bf16": False}.items():
+        layout = Layout(dp=2, zero_stage=0, dtype=dtype)
+        report = ucpstore.convert(path, tmp_path / dtype, to="deepspeed", layout=layout)
+        assert any("frozen parameters are in no group" in w for w in report.warnings) == told
 
 
 def test_layouts_are_read_from_text() -> None:

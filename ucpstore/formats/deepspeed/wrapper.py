@@ -138,19 +138,20 @@ def uses_fused_adam(
     """
     if source_class in (FUSED, UNFUSED):
         return source_class == FUSED
-    optimizer = section(config, "optimizer")
-    name = optimizer.get("type")
-    if isinstance(name, str) and name:
-        # ``get_optimizer_configuration``: without offloading, Adam is FusedAdam unless torch's is asked for
-        torch_adam = section(optimizer, "params").get("torch_adam") is True
-        return name.lower() in ("adam", "adamw") and not torch_adam
     keys = {key for group in groups for key in group if key not in ("params", "param_names")}
     if "bias_correction" not in keys and keys & _TORCH_KEYS:
         return False
     if {"bias_correction", "betas"} <= keys <= _FUSED_KEYS:
         return True
+    # DeepSpeed's CPU Adam, say, whose place FusedAdam takes where nothing is offloaded
+    # (``get_optimizer_configuration``)
+    optimizer = section(config, "optimizer")
+    name = optimizer.get("type")
+    if isinstance(name, str) and name:
+        torch_adam = section(optimizer, "params").get("torch_adam") is True
+        return name.lower() in ("adam", "adamw") and not torch_adam
     raise PlanError(
-        f"layout zero_stage=0 in 16 bit: whether the optimizer is DeepSpeed's or Apex's FusedAdam cannot be told"
+        "layout zero_stage=0 in 16 bit: whether the optimizer is DeepSpeed's or Apex's FusedAdam cannot be told"
         f" from its hyper-parameters ({', '.join(sorted(keys))}).",
         hint="Say fused_adam=true or fused_adam=false in the layout.",
     )
