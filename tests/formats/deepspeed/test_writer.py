@@ -319,7 +319,7 @@ def test_command_line(tmp_path: Path) -> None:
     [
         ("s2-bf16-dp2", Layout(tp=2), PatternError, "2 tensor-parallel ranks"),
         ("s2-bf16-dp2", Layout(pp=2), PlanError, "no name of a PipelineModule"),
-        ("s2-bf16-dp2", Layout(zero_stage=0), PlanError, "stages 1, 2 and 3"),
+        ("s2-bf16-dp2", Layout(fused_adam=True), PlanError, "expected 0"),
         ("s2-bf16-dp2", Layout(dtype="fp16"), PlanError, "loss scale"),
         ("s2-bf16-dp2", Layout(sub_group_size=9), PlanError, "stage 3"),
         ("elastic-s2-fp32-dp2", Layout(), UnsupportedSourceError, "no hyper-parameters"),

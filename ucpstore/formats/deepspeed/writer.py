@@ -14,7 +14,7 @@ from ucpstore.formats.deepspeed.commit import FolderTarget
 from ucpstore.formats.deepspeed.contents import content, files_of
 from ucpstore.formats.deepspeed.recipe import Recipe, make_recipe
 from ucpstore.formats.deepspeed.sameness import same_layout
-from ucpstore.formats.torchwrite import BLOCK, TorchWriter
+from ucpstore.formats.torchwrite import BLOCK, BytesWriter, TorchWriter
 from ucpstore.io.base import Files, Sink
 from ucpstore.layout.parallel import Layout
 from ucpstore.layout.rules import Patterns
@@ -117,9 +117,12 @@ class DeepSpeedTarget(FolderTarget):
         self._states = tuple(sorted(states))
         self._contents = contents.hexdigest()
 
-    def _writer(self, index: int) -> TorchWriter:
+    def _writer(self, index: int) -> TorchWriter | BytesWriter:
         file = self._contained[index]
-        return TorchWriter(content(self._recipe, file), file.name.removesuffix(".pt"))
+        found = content(self._recipe, file)
+        if isinstance(found, bytes):
+            return BytesWriter(found)
+        return TorchWriter(found, file.name.removesuffix(".pt"))
 
     def _encode(self, task: Task, source: Source, sink: Sink) -> int:
         return self._writer(task.index).write(source, sink)
