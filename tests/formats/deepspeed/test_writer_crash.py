@@ -473,6 +473,20 @@ def test_a_checkpoint_that_is_saved_meanwhile_is_not_replaced(
     assert {name: found[name] for name in saved} == saved
 
 
+def test_a_tag_that_was_taken_away_is_made_again(
+    source: Source, reference: dict[Layout, dict[str, bytes]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "c"
+    for _ in range(2):
+        assert convert(source, LocalFiles(str(folder))).tasks_done == 6
+        assert contents(folder) == reference[LAYOUT]
+        shutil.rmtree(folder / TAG)
+    (folder / "latest").write_text("global_step4")
+    with pytest.raises(AlreadyExistsError, match="global_step4"):
+        convert(source, LocalFiles(str(folder)))
+    assert contents(folder) == {"latest": b"global_step4"}
+
+
 # ------------------------------------------------------------------- what dead plans leave
 
 
@@ -507,6 +521,16 @@ def test_the_same_plan_goes_on_with_what_it_left_when_it_was_abandoned(
     report = convert(source, files)
     assert (report.tasks_done, report.tasks_resumed) == (0, 6)
     assert contents(tmp_path / "c") == reference[LAYOUT]
+
+
+def test_a_store_is_made_where_a_native_plan_was_abandoned(source: Source, tmp_path: Path) -> None:
+    written(source, LocalFiles(str(tmp_path / "c")))
+    assert ucpstore.abandon(tmp_path / "c")
+    path = deepspeed_run("s2-bf16-dp2").path
+    for name in ("c", "d"):
+        assert ucpstore.convert(path, tmp_path / name).committed
+    assert contents(tmp_path / "c") == contents(tmp_path / "d")
+    require_tidy(tmp_path / "c")
 
 
 def test_files_that_were_moved_count_as_stored(source: Source, moved: Path) -> None:
