@@ -440,6 +440,7 @@ def test_training_goes_on_in_a_converted_folder(source: Source, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("tag", [TAG, "global_step9"])
+@pytest.mark.parametrize("latest", [True, False], ids=["saved", "still being saved"])
 @pytest.mark.parametrize("late", [False, True], ids=["while files are written", "under the seal"])
 def test_a_checkpoint_that_is_saved_meanwhile_is_not_replaced(
     source: Source,
@@ -447,15 +448,20 @@ def test_a_checkpoint_that_is_saved_meanwhile_is_not_replaced(
     monkeypatch: pytest.MonkeyPatch,
     tag: str,
     late: bool,
+    latest: bool,
 ) -> None:
+    """DeepSpeed writes the folder's files one by one, and `latest` last."""
     folder = tmp_path / "c"
-    saved = {f"{tag}/mp_rank_00_model_states.pt": b"precious", "latest": tag.encode()}
+    saved = {f"{tag}/mp_rank_00_model_states.pt": b"precious"}
+    if latest:
+        saved["latest"] = tag.encode()
 
     def save() -> None:
         (folder / tag).mkdir()
         for name, data in saved.items():
             (folder / name).write_bytes(data)
 
+    live: Any = source
     if late:
         settle = DeepSpeedTarget._settle
 
@@ -464,12 +470,19 @@ def test_a_checkpoint_that_is_saved_meanwhile_is_not_replaced(
             settle(self)
 
         monkeypatch.setattr(DeepSpeedTarget, "_settle", settle_late)
-        live: Any = source
     else:
         live = Interrupting(source, save, folder)
-    with pytest.raises(AlreadyExistsError):
+    if not latest and tag != TAG:  # it is in nobody's way
+        assert convert(live, LocalFiles(str(folder))).committed
+        assert {name: contents(folder)[name] for name in saved} == saved
+        return
+    with pytest.raises(AlreadyExistsError, match="belongs to something else"):
         convert(live, LocalFiles(str(folder)))
     found = contents(folder)
+    if not late or tag == TAG:
+        assert found == saved
+    if not late:
+        assert ucpstore.abandon(folder) is not None
     assert {name: found[name] for name in saved} == saved
 
 

@@ -212,17 +212,16 @@ class FolderTarget(LoggedTarget):
 
     def _settle(self) -> None:
         """Put the tag's folder in its place, whole: one rename."""
-        if not self._folder.move(self._staging, self._tag):
-            # It is there: the run that sealed the claim died since, or another writer was faster.
-            # Files that were lost from it have been written anew.
-            here = {stat.name for stat in self._files.list(self._tag)}
+        there = not self._folder.move(self._staging, self._tag)
+        here = {stat.name for stat in self._files.list(self._tag)}
+        if strange := here - {task.key for task in self.tasks()}:
+            raise self._taken(f"found {listing(sorted(strange))} among the files of this plan")
+        if there:
+            # The run that sealed the claim died since, or another writer was faster. Files that
+            # were lost from the folder have been written anew.
             for task in self.tasks():
                 if task.key not in here:
                     self._folder.move(self._place(task), task.key)
-        strange = {stat.name for stat in self._files.list(self._tag)}
-        strange -= {task.key for task in self.tasks()}
-        if strange:
-            raise self._taken(f"found {listing(sorted(strange))} among the files of this plan")
         super()._settle()
 
     def _strays(self) -> Sequence[str]:
