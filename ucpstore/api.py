@@ -346,6 +346,7 @@ def convert(
         URLs, as for `open`.
     to : str
         ``zarr``: our own store. ``deepspeed``: a native checkpoint that unmodified DeepSpeed loads.
+        Either way ``dest`` holds one checkpoint: those of a run are neither added to nor replaced.
     layout : Layout, optional
         Of the run that will load a native checkpoint. Where the source has it already, nothing is
         written, and the report's ``url`` is the source.
