@@ -355,12 +355,21 @@ def _numels(source: Source, slices: Slices) -> dict[str, int]:
 
 
 def _without_lost(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The document without client entries that hold something that the source could not keep."""
-    client = document.get("client") or {}
-    lost = sorted(key for key, value in client.items() if _has_lost(value))
-    warnings = [f"the client's entry {key!r} could not be kept and is left out." for key in lost]
-    kept = {key: value for key, value in client.items() if key not in lost}
-    return {**document, "client": kept}, warnings
+    """The document without entries of client and module that hold what the source could not keep."""
+    warnings: list[str] = []
+    client = _kept(document.get("client") or {}, "the client's entry", warnings)
+    found = {**document, "client": client}
+    framework = document.get("framework")
+    if isinstance(framework, Mapping) and "module_extras" in framework:
+        extras = _kept(framework["module_extras"], "the module's entry", warnings)
+        found["framework"] = {**framework, "module_extras": extras}
+    return found, warnings
+
+
+def _kept(entries: Mapping[str, Any], what: str, warnings: list[str]) -> dict[str, Any]:
+    lost = sorted(key for key, value in entries.items() if _has_lost(value))
+    warnings += [f"{what} {key!r} could not be kept and is left out." for key in lost]
+    return {key: value for key, value in entries.items() if key not in lost}
 
 
 def _has_lost(value: Any) -> bool:
