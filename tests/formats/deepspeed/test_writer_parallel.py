@@ -549,6 +549,12 @@ def test_the_plan_of_the_command_line(tmp_path: Path) -> None:
     ).to_json()
     validate(plan, "plan")
     assert plan["target"]["layout"]["stages"] == [0, 3]
+    for name in ("tp2-s3-fp32-dp2", "pp2-tp2-s1-fp32-dp1"):
+        path = deepspeed_run(name).path
+        layout = Layout(tp=2, dp=3, zero_stage=1)
+        other = ucpstore.plan(path, tmp_path / "c", to="deepspeed", layout=layout).to_json()
+        validate(other, "plan")
+        assert other["target"]["layout"]["ucp_info"]["slices"][1]["parameters"]
     assert plan["target"]["layout"]["ucp_info"]["pipeline"]["bounds"] == [0, 3, 8]
 
 
