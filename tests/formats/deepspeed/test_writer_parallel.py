@@ -432,6 +432,12 @@ def test_a_head_without_a_file_is_on_the_last_stage() -> None:
     assert "tied=embed" in warning
 
 
+def test_a_pipeline_of_which_nothing_is_known_but_names() -> None:
+    made = make_pipeline(NUMELS, None, Layout())
+    assert made.files[0] == made.files[7] == "tied_modules.embed."
+    assert any("tied=embed" in text for text in made.warnings)
+
+
 def test_what_the_user_says_of_tied_layers_counts() -> None:
     layout = Layout(pp=4, partition="uniform", layers=8, tied={"embed": [0, 4]})
     made = make_pipeline(NUMELS, facts([[2, 3], [5, 6]], [0], [0, 1]), layout)
