@@ -165,9 +165,15 @@ def make_plan(
     """
     files = source.files()
     tasks = target.tasks()
+    # A mapping decides the bytes of every target, also where it leaves no trace in names and shapes.
+    mapping = source.parallelism.get("mapping")
     document = {
         "version": PLAN_VERSION,
-        "source": {"format": source.format, "files": [(f.name, f.nbytes, f.token) for f in files]},
+        "source": {
+            "format": source.format,
+            "files": [(f.name, f.nbytes, f.token) for f in files],
+            **({} if mapping is None else {"mapping": mapping}),
+        },
         "target": target.document(),
     }
     digest = hashlib.sha256(msgspec.json.encode(document, order="deterministic")).hexdigest()
