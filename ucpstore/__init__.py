@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ucpstore.engine.plan import Plan
     from ucpstore.engine.run import Report
     from ucpstore.layout.parallel import Layout
+    from ucpstore.mapping import Mapping
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ _HOME = {
     "Checkpoint": "ucpstore.checkpoint",
     "Layout": "ucpstore.layout.parallel",
     "LazyTensor": "ucpstore.checkpoint",
+    "Mapping": "ucpstore.mapping",
     "Parameter": "ucpstore.checkpoint",
     "Plan": "ucpstore.engine.plan",
     "Report": "ucpstore.engine.run",
@@ -42,6 +44,7 @@ __all__ = [
     "Checkpoint",
     "Layout",
     "LazyTensor",
+    "Mapping",
     "Parameter",
     "Plan",
     "Report",

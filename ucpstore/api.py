@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ucpstore.formats.deepspeed.writer import DeepSpeedTarget
     from ucpstore.inspect.diff import Diff
     from ucpstore.inspect.verify import Verification
+    from ucpstore.mapping import Mapping as NameMapping
     from ucpstore.store.target import ZarrTarget
 
 __all__ = ["abandon", "convert", "diff", "formats", "open", "plan", "verify"]
@@ -54,6 +55,7 @@ def open(  # noqa: A001
     *,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
+    mapping: NameMapping | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format as one lazy mapping. Reads metadata only.
@@ -66,6 +68,8 @@ def open(  # noqa: A001
         ``auto`` detects; ``ucpstore`` is our own store; else the name of an installed format.
     tag : str, optional
         Which checkpoint of a folder that holds several; by default the one that it calls the latest.
+    mapping : ucpstore.Mapping, optional
+        Show it under other names, with parameters fused, split or permuted.
     storage_options : mapping, optional
         In fsspec's words.
 
@@ -81,16 +85,44 @@ def open(  # noqa: A001
         A pickle asks for something that only running its code could give.
     UncommittedError
         A conversion into this URL is not finished.
+    PatternError
+        The mapping does not fit.
 
     Examples
     --------
     >>> checkpoint = ucpstore.open("run/checkpoints")                    # doctest: +SKIP
     >>> checkpoint["model.norm.weight"].fp32[:4]                         # doctest: +SKIP
     """
-    return Checkpoint(_open_source(open_files(os.fspath(url), storage_options), format, tag))
+    files = open_files(os.fspath(url), storage_options)
+    return Checkpoint(_open_source(files, format, tag, _checked(mapping)))
 
 
-def _open_source(files: Files, name: str, tag: str | None) -> Source:
+def _open_source(
+    files: Files, name: str, tag: str | None, mapping: NameMapping | None = None
+) -> Source:
+    """Open, and look through the mapping."""
+    source = _open_format(files, name, tag)
+    if mapping is None:
+        return source
+    from ucpstore.mapped import map_source
+
+    return map_source(source, mapping)
+
+
+def _checked(mapping: NameMapping | None) -> NameMapping | None:
+    if mapping is None:
+        return None
+    from ucpstore.mapping import Mapping as NameMapping
+
+    if not isinstance(mapping, NameMapping):
+        raise PlanError(
+            f"cannot map with {mapping!r:.80}: found {type(mapping).__name__}, expected a ucpstore.Mapping.",
+            hint="Read a file with ucpstore.Mapping.load.",
+        )
+    return mapping
+
+
+def _open_format(files: Files, name: str, tag: str | None) -> Source:
     """Detect the format (our own first) and open."""
     from ucpstore.store.source import StoreFormat
 
@@ -123,27 +155,63 @@ def _open_source(files: Files, name: str, tag: str | None) -> Source:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Request:
-    """Everything that decides a conversion, so that a worker process can open it again."""
+    """Everything that decides a conversion, checked, so that a worker process can open it again."""
 
     source: str
     dest: str
+    layout: Layout | None
     format: str
     tag: str | None
+    mapping: NameMapping | None
     states: tuple[str, ...] | None
     only: tuple[str, ...] | None
     exclude: tuple[str, ...] | None
     source_options: Mapping[str, Any] = field(repr=False)
     dest_options: Mapping[str, Any] = field(repr=False)
-    layout: Layout | None = None
+
+    @classmethod
+    def of(
+        cls,
+        source: Url,
+        dest: Url,
+        *,
+        to: str,
+        layout: Layout | None,
+        format: str,  # noqa: A002
+        tag: str | None,
+        mapping: NameMapping | None,
+        states: Sequence[str] | None,
+        only: Sequence[str] | None,
+        exclude: Sequence[str] | None,
+        source_options: Mapping[str, Any] | None,
+        dest_options: Mapping[str, Any] | None,
+    ) -> _Request:
+        """What `convert` and `plan` were asked for."""
+        _check_target(to, layout, {"states": states, "only": only, "exclude": exclude})
+        return cls(
+            # In full: a worker process may have another working directory.
+            source=parse_url(source).url,
+            dest=parse_url(dest).url,
+            layout=layout,
+            format=format,
+            tag=tag,
+            mapping=_checked(mapping),
+            states=_names("states", states),
+            only=_names("only", only),
+            exclude=_names("exclude", exclude),
+            source_options=dict(source_options or {}),
+            dest_options=dict(dest_options or {}),
+        )
 
     def open(self, *, ranks: bool = False) -> tuple[Plan, Source, ZarrTarget | DeepSpeedTarget]:
         """Open the source, lay out the target and plan; reads metadata only.
 
         With ``ranks`` the plan of a native target lists which rank will hold which parts.
         """
-        source = _open_source(open_files(self.source, self.source_options), self.format, self.tag)
+        files = open_files(self.source, self.source_options)
+        source = _open_source(files, self.format, self.tag, self.mapping)
         files = open_files(self.dest, self.dest_options)
         _refuse_inside(source, files)
         if self.layout is not None:
@@ -157,7 +225,7 @@ class _Request:
 
         target = DeepSpeedTarget(files, source, layout)
         warnings = [*target.warnings]
-        if same_layout(source, layout):
+        if self.mapping is None and same_layout(source, layout):
             warnings.append(_SAME_LAYOUT)
         plan = make_plan(
             source,
@@ -218,6 +286,7 @@ def plan(
     layout: Layout | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
+    mapping: NameMapping | None = None,
     states: Sequence[str] | None = None,
     only: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
@@ -231,46 +300,33 @@ def plan(
     Plan
         ``summary()`` for people, ``to_json()`` for programs.
     """
-    request = _request(
-        source, dest, format, tag, states, only, exclude, source_options, dest_options
+    request = _Request.of(
+        source,
+        dest,
+        to=to,
+        layout=layout,
+        format=format,
+        tag=tag,
+        mapping=mapping,
+        states=states,
+        only=only,
+        exclude=exclude,
+        source_options=source_options,
+        dest_options=dest_options,
     )
-    request = _towards(request, to, layout)
     return request.open(ranks=True)[0]
 
 
-def _request(
-    source: Url,
-    dest: Url,
-    format_: str,
-    tag: str | None,
-    states: Sequence[str] | None,
-    only: Sequence[str] | None,
-    exclude: Sequence[str] | None,
-    source_options: Mapping[str, Any] | None,
-    dest_options: Mapping[str, Any] | None,
-) -> _Request:
-    return _Request(
-        # In full: a worker process may have another working directory.
-        source=parse_url(source).url,
-        dest=parse_url(dest).url,
-        format=format_,
-        tag=tag,
-        states=_names("states", states),
-        only=_names("only", only),
-        exclude=_names("exclude", exclude),
-        source_options=dict(source_options or {}),
-        dest_options=dict(dest_options or {}),
-    )
-
-
-def _towards(request: _Request, to: str, layout: Layout | None) -> _Request:
-    """The request with its target checked."""
+def _check_target(
+    to: str, layout: Layout | None, selection: Mapping[str, Sequence[str] | None]
+) -> None:
+    """Whether what is asked for is something that can be written."""
     if to == "zarr":
         if layout is not None:
             raise PlanError(
                 "a Zarr hierarchy has no layout of ranks: give layout= with to='deepspeed'."
             )
-        return request
+        return
     if to != "deepspeed":
         raise PlanError(f"cannot convert to {to!r}: expected 'zarr' or 'deepspeed'.")
     if not isinstance(layout, Layout):
@@ -278,12 +334,11 @@ def _towards(request: _Request, to: str, layout: Layout | None) -> _Request:
             f"cannot convert to deepspeed with layout={layout!r}: expected a Layout.",
             hint="Say how the run will be spread, such as Layout(dp=2, zero_stage=3).",
         )
-    chosen = [name for name in ("states", "only", "exclude") if getattr(request, name) is not None]
+    chosen = [name for name, names in selection.items() if names is not None]
     if chosen:
         raise PlanError(
             f"cannot convert a selection ({', '.join(chosen)}) to deepspeed: it loads whole models only."
         )
-    return replace(request, layout=layout)
 
 
 def _names(option: str, names: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -306,6 +361,7 @@ def convert(
     layout: Layout | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
+    mapping: NameMapping | None = None,
     states: Sequence[str] | None = None,
     only: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
@@ -336,6 +392,9 @@ def convert(
         written, and the report's ``url`` is the source.
     format, tag
         As for `open`.
+    mapping : ucpstore.Mapping, optional
+        Names and shapes of the target, where they are not the source's. `states` are the source's, `only` and
+        `exclude` look at the target's names.
     states : sequence of str, optional
         Only these states; by default all that cannot be made again from others (16-bit copies of
         master weights are left out).
@@ -368,6 +427,8 @@ def convert(
         ``dest`` holds, or is claimed for, something else.
     PlanError
         Selection, memory limit or free space do not allow it; nothing was written.
+    PatternError
+        The mapping leaves names over, takes some twice, or does not fit; nothing was written.
     IntegrityError
         Replicas differ, or the source changed meanwhile.
     WorkerError
@@ -378,10 +439,20 @@ def convert(
     chosen = Workers(
         executor=executor, workers=workers, threads=threads, share=share, memory_limit=limit
     )
-    request = _request(
-        source, dest, format, tag, states, only, exclude, source_options, dest_options
+    request = _Request.of(
+        source,
+        dest,
+        to=to,
+        layout=layout,
+        format=format,
+        tag=tag,
+        mapping=mapping,
+        states=states,
+        only=only,
+        exclude=exclude,
+        source_options=source_options,
+        dest_options=dest_options,
     )
-    request = _towards(request, to, layout)
     found, opened, target = request.open()
     if _SAME_LAYOUT in found.warnings:
         return nothing_to_do(opened, found)
@@ -420,6 +491,7 @@ def verify(
     against: Url | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
+    mapping: NameMapping | None = None,
     storage_options: Mapping[str, Any] | None = None,
     against_options: Mapping[str, Any] | None = None,
 ) -> Verification:
@@ -427,7 +499,8 @@ def verify(
 
     Checksums of every chunk, the recorded digest of every state, and replicas against each other; with
     ``against`` also every element and the common state against another checkpoint (of any format), which
-    may hold nothing more. All findings are collected.
+    may hold nothing more. All findings are collected. A ``mapping`` is that of the conversion: ``against`` is seen
+    through it.
 
     Returns
     -------
@@ -436,8 +509,12 @@ def verify(
     """
     from ucpstore.inspect.verify import verify_source
 
+    if mapping is not None and against is None:
+        raise PlanError("a mapping is what the other checkpoint is seen through: give against=.")
     checkpoint = open(url, format=format, tag=tag, storage_options=storage_options)
-    other = open(against, storage_options=against_options).source if against is not None else None
+    other = None
+    if against is not None:
+        other = open(against, mapping=mapping, storage_options=against_options).source
     return verify_source(checkpoint.source, against=other)
 
 
@@ -445,10 +522,13 @@ def diff(
     left: Url,
     right: Url,
     *,
+    mapping: NameMapping | None = None,
     left_options: Mapping[str, Any] | None = None,
     right_options: Mapping[str, Any] | None = None,
 ) -> Diff:
     """Compare two checkpoints of any format, bit by bit; equal digests settle without reading.
+
+    ``left`` is seen through ``mapping``.
 
     Returns
     -------
@@ -458,6 +538,6 @@ def diff(
     from ucpstore.inspect.diff import diff_sources
 
     return diff_sources(
-        open(left, storage_options=left_options).source,
+        open(left, mapping=mapping, storage_options=left_options).source,
         open(right, storage_options=right_options).source,
     )

@@ -29,7 +29,8 @@ SAMPLES = 6  # of a global batch: as many for each of 1, 2, 3 and 6 ranks
 class Request:
     """What to do: ``load`` is the folder to resume from; None trains from the start instead.
 
-    The number of ranks, ZeRO stage, dtype and further ZeRO options are those of the resuming run.
+    The number of ranks, ZeRO stage, dtype and further ZeRO options are those of the resuming run. ``wrap`` names
+    one of `renamed.WRAPS`, the model's other form.
     """
 
     load: str | None
@@ -37,6 +38,7 @@ class Request:
     stage: int
     dtype: str
     further: int = 5
+    wrap: str = ""
     zero: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -61,6 +63,10 @@ class Request:
         from tests.deepspeed_runs.truth import record_truth
 
         model = build_model(case)
+        if self.wrap:
+            from tests.deepspeed_runs.renamed import WRAPS
+
+            model = WRAPS[self.wrap](model)
         if self.load is not None:
             _overwrite(model)
         engine, scheduler = start_engine(model, case)

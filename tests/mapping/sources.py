@@ -86,7 +86,9 @@ class ArraySource:
 
     def fragments(self, fqn: str, state: str, region: Region) -> Sequence[Fragment]:
         size = self.arrays[fqn, state].itemsize
-        return [Fragment(region, fqn, region.offsets[0] if region.ndim else 0, region.volume * size)]
+        return [
+            Fragment(region, fqn, region.offsets[0] if region.ndim else 0, region.volume * size)
+        ]
 
     def count_reads(self, fqn: str, state: str) -> int:
         return 1

@@ -119,7 +119,9 @@ def test_reads_of_regions_equal_numpy_on_whole_arrays(case: Case, data: st.DataO
         np.testing.assert_array_equal(read(source, fqn), whole)
         region = a_region(data.draw, whole.shape)
         np.testing.assert_array_equal(read(source, fqn, region), whole[region.slices])
-        view = np.zeros([2 * n for n in region.sizes], whole.dtype)[tuple(slice(None, None, 2) for _ in region.sizes) + (...,)]
+        view = np.zeros([2 * n for n in region.sizes], whole.dtype)[
+            tuple(slice(None, None, 2) for _ in region.sizes) + (...,)
+        ]
         source.read(fqn, "fp32", region, view, compare=True)
         np.testing.assert_array_equal(view, whole[region.slices])
 
@@ -134,9 +136,7 @@ def test_the_inverse_gives_the_source_again_in_every_state(case: Case) -> None:
     assert list(back.parameters) == list(arrays)
     for fqn in arrays:
         for state in ("fp32", "adam_m", "adam_v"):
-            np.testing.assert_array_equal(
-                read(back, fqn, state=state), original.arrays[fqn, state]
-            )
+            np.testing.assert_array_equal(read(back, fqn, state=state), original.arrays[fqn, state])
     assert back.common.document == original.common.document
     assert mapping.inverse().inverse() == mapping
 
@@ -184,9 +184,7 @@ def test_large_tensors_are_read_once_and_in_small_blocks(is_local: bool, layout:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     shape = (heads, 32, 2, columns) if layout == "halves" else (heads, 2, 32, columns)
-    np.testing.assert_array_equal(
-        out, whole.reshape(shape).swapaxes(1, 2).reshape(whole.shape).T
-    )
+    np.testing.assert_array_equal(out, whole.reshape(shape).swapaxes(1, 2).reshape(whole.shape).T)
     assert peak < 1 << 20  # the tensor has that many bytes; two passes have a block each
     assert original.elements_read == whole.size
 

@@ -10,6 +10,7 @@ import click
 
 from ucpstore import __version__, api
 from ucpstore.cli.environment import environment
+from ucpstore.cli.mappings import mapping_option, preset_descriptions, read_mapping
 from ucpstore.cli.output import EXIT_FINDINGS, Output, options
 from ucpstore.cli.progress import Progress
 from ucpstore.engine.sizes import format_bytes
@@ -18,6 +19,8 @@ from ucpstore.layout.parallel import Layout
 from ucpstore.text import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ucpstore.checkpoint import Checkpoint
 
 __all__ = ["main"]
@@ -37,6 +40,7 @@ def main() -> None:
 def _selection(command: Any) -> Any:
     """Options that choose the target, parameters and states."""
     for option in (
+        mapping_option("SOURCE"),
         click.option(
             "--layout", metavar="NAME=N,...", help="Of the run that loads it: dp=2,zero_stage=3."
         ),
@@ -61,8 +65,21 @@ def _selection(command: Any) -> Any:
     return command
 
 
-def _open(url: str, output: Output, *, format_: str = "auto", tag: str | None = None) -> Checkpoint:
-    checkpoint = api.open(url, format=format_, tag=tag, storage_options=output.storage_options)
+def _open(
+    url: str,
+    output: Output,
+    *,
+    format_: str = "auto",
+    tag: str | None = None,
+    mappings: Sequence[str] = (),
+) -> Checkpoint:
+    checkpoint = api.open(
+        url,
+        format=format_,
+        tag=tag,
+        mapping=read_mapping(mappings),
+        storage_options=output.storage_options,
+    )
     for text in checkpoint.warnings:
         output.note(f"warning: {text}")
     return checkpoint
@@ -72,16 +89,26 @@ _format = click.option(
     "--format", "format_", default="auto", show_default=True, help="Format of URL."
 )
 _tag = click.option("--tag", help="Checkpoint tag; by default the one that 'latest' names.")
+_mapping = mapping_option("URL")
 
 
 @main.command()
 @click.argument("url")
 @_format
 @_tag
+@_mapping
 @options
-def inspect(url: str, *, format_: str, tag: str | None, output: Output) -> None:
+def inspect(
+    url: str, *, format_: str, tag: str | None, mappings: Sequence[str], output: Output
+) -> None:
     """Say what is at URL: format, layout, states, common state. Reads no tensor bytes."""
-    checkpoint = api.open(url, format=format_, tag=tag, storage_options=output.storage_options)
+    checkpoint = api.open(
+        url,
+        format=format_,
+        tag=tag,
+        mapping=read_mapping(mappings),
+        storage_options=output.storage_options,
+    )
     info = checkpoint.info()
     if output.as_json:
         output.json(info)
@@ -113,12 +140,20 @@ def inspect(url: str, *, format_: str, tag: str | None, output: Output) -> None:
 @click.option("--state", metavar="NAME", help="Only this state.")
 @_format
 @_tag
+@_mapping
 @options
 def ls(
-    url: str, *, fqn: str, state: str | None, format_: str, tag: str | None, output: Output
+    url: str,
+    *,
+    fqn: str,
+    state: str | None,
+    format_: str,
+    tag: str | None,
+    mappings: Sequence[str],
+    output: Output,
 ) -> None:
     """List parameters and states of URL, one line each."""
-    checkpoint = _open(url, output, format_=format_, tag=tag)
+    checkpoint = _open(url, output, format_=format_, tag=tag, mappings=mappings)
     rows = [
         (parameter, tensor)
         for parameter in checkpoint.values()
@@ -178,10 +213,19 @@ def ls(
 )
 @_format
 @_tag
+@_mapping
 @options
-def tree(url: str, *, max_nodes: int, format_: str, tag: str | None, output: Output) -> None:
+def tree(
+    url: str,
+    *,
+    max_nodes: int,
+    format_: str,
+    tag: str | None,
+    mappings: Sequence[str],
+    output: Output,
+) -> None:
     """Draw the parameters of URL as a tree of their names."""
-    checkpoint = _open(url, output, format_=format_, tag=tag)
+    checkpoint = _open(url, output, format_=format_, tag=tag, mappings=mappings)
     text = checkpoint.tree(max_nodes=max_nodes)
     if output.as_json:
         output.json({"url": checkpoint.url, "format": checkpoint.format, "tree": text.splitlines()})
@@ -215,6 +259,7 @@ def _request(output: Output, request: dict[str, Any]) -> dict[str, Any]:
         "layout": None if layout is None else Layout.parse(layout),
         "format": request["format_"],
         "tag": request["tag"],
+        "mapping": read_mapping(request["mappings"]),
         "states": request["states"] or None,
         "only": request["only"] or None,
         "exclude": request["exclude"] or None,
@@ -312,13 +357,20 @@ def convert(
 @click.option(
     "--against", metavar="URL", help="Also compare with this checkpoint, element by element."
 )
+@mapping_option("the other checkpoint")
 @options
-def verify(url: str, *, against: str | None, output: Output) -> None:
+def verify(url: str, *, against: str | None, mappings: Sequence[str], output: Output) -> None:
     """Read every byte of URL and check it: checksums, digests, lost objects, replicas.
 
     Exits with 1 if anything is found.
     """
-    result = api.verify(url, against=against, storage_options=output.storage_options)
+    result = api.verify(
+        url,
+        against=against,
+        mapping=read_mapping(mappings),
+        storage_options=output.storage_options,
+        against_options=output.storage_options,
+    )
     if output.as_json:
         output.json(result.to_json())
     else:
@@ -331,11 +383,16 @@ def verify(url: str, *, against: str | None, output: Output) -> None:
 @click.argument("left")
 @click.argument("right")
 @click.option("--all", "show_all", is_flag=True, help="List equal states too.")
+@mapping_option("LEFT")
 @options
-def diff(left: str, right: str, *, show_all: bool, output: Output) -> None:
+def diff(left: str, right: str, *, show_all: bool, mappings: Sequence[str], output: Output) -> None:
     """Compare two checkpoints of any format, bit by bit. Exits with 1 if they differ."""
     result = api.diff(
-        left, right, left_options=output.storage_options, right_options=output.storage_options
+        left,
+        right,
+        mapping=read_mapping(mappings),
+        left_options=output.storage_options,
+        right_options=output.storage_options,
     )
     if output.as_json:
         output.json(result.to_json())
@@ -343,6 +400,27 @@ def diff(left: str, right: str, *, show_all: bool, output: Output) -> None:
         output.data(result.summary(show_all=show_all))
     if not result.equal:
         sys.exit(EXIT_FINDINGS)
+
+
+@main.command()
+@click.argument("mappings", nargs=-1, metavar="[MAPPING]...")
+@click.option("--inverse", is_flag=True, help="The mapping that undoes it.")
+@options
+def mapping(mappings: Sequence[str], *, inverse: bool, output: Output) -> None:
+    """Print a mapping in its normal form (JSON), or list the presets.
+
+    MAPPING is a file, or preset:NAME,NAME=N,... Several are applied one after the other.
+    """
+    found = read_mapping(mappings)
+    if found is not None:
+        output.json((found.inverse() if inverse else found).to_json())
+        return
+    presets = preset_descriptions()
+    if output.as_json:
+        output.json({"presets": presets})
+        return
+    for name, about in presets.items():
+        output.data(f"{name}\n    {about}")
 
 
 @main.command()

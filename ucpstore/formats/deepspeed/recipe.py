@@ -287,6 +287,11 @@ def _reorder(
     """Flat order of the target: ``round_robin_gradients`` deals parameters out by the number of ranks."""
     if _section(config, "zero_optimization").get("round_robin_gradients") is not True:
         return members
+    if source.parallelism.get("mapping_reorders"):
+        raise UnsupportedSourceError(
+            f"{source.url}: round_robin_gradients has dealt its parameters out by their number and order, and the"
+            " mapping changed them; the order in which an optimizer would get them is not known."
+        )
     if source.parallelism.get("optimizer_class") == "DeepSpeedZeroOptimizer":
         members = undeal(members, int(source.parallelism["dp"]))
     accumulate = _section(config, "data_types").get("grad_accum_dtype")
