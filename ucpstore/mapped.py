@@ -45,6 +45,8 @@ _BLOCK = 256 << 10
 """Bytes of the block through which elements go that the target has in another order."""
 _LOCAL_WASTE = 4 << 10
 """Bytes: boxes of at most this are read whole even where only some of their elements are needed."""
+_MAX_TOLD = 20
+"""Problems in a message; the error's context has all."""
 
 
 def map_source(source: Source, mapping: NameMapping) -> Source:
@@ -339,12 +341,15 @@ def _with_mapping(
 
 def _refusal(source: Source, problems: Sequence[Problem], number: int) -> PatternError:
     which = f" (pass {number})" if number else ""
+    texts = [problem.text.rstrip(".") for problem in problems]
+    told = [f"({i}) {text}" for i, text in enumerate(texts[:_MAX_TOLD], 1)]
+    more = len(texts) - len(told)
+    told += [f"and {more} more"] if more else []
     return PatternError(
-        f"{source.url} cannot be mapped{which}, {len(problems)} problems: "
-        + listing((f"({i}) {problem.text};" for i, problem in enumerate(problems, 1)), cap=20),
+        f"{source.url} cannot be mapped{which}, {len(texts)} problems: {'; '.join(told)}.",
         kind=problems[0].kind,
         hint="Every parameter and buffer must be taken by exactly one entry; say keep or drop for the others.",
-        problems=[problem.text for problem in problems],
+        problems=texts,
     )
 
 

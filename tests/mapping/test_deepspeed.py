@@ -86,7 +86,7 @@ def test_a_fused_module_in_another_order_resumes(
     resumed = resume_run(
         "s2-fp32-dp3", path, tmp_path / "r", world=dp, stage=stage, dtype="fp32", wrap="megatron"
     )
-    assert {name for name in resumed.run.facts["parameters"]} == set(megatron_names())
+    assert set(resumed.run.facts["parameters"]) == set(megatron_names())
     for name in megatron_names():
         for state in ("fp32", "adam_m", "adam_v"):
             found = resumed.run.tensor(STATES[state], name)
@@ -228,7 +228,7 @@ def test_the_same_layout_under_other_names_is_written(tmp_path: Path) -> None:
 
 def test_no_mapping_is_refused() -> None:
     run = deepspeed_run("s1-fp32-dp2")
-    with pytest.raises(PlanError, match="expected a ucpstore.Mapping"):
+    with pytest.raises(PlanError, match="expected a ucpstore"):
         ucpstore.open(run.path, mapping="mapping.toml")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="give against"):
         ucpstore.verify(run.path, mapping=PREFIX)

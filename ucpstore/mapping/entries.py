@@ -82,6 +82,11 @@ class Entry(
         """Variable that numbers siblings, on one side only."""
         return None
 
+    @property
+    def keeps_name(self) -> bool:
+        """Whether the target has the name that matched; then wildcards need no names."""
+        return False
+
     def transform(self, index: int = 0) -> Transform:
         """How target ``index`` is made of its members."""
         raise NotImplementedError
@@ -105,7 +110,7 @@ class Entry(
         made = [template(text) for text in self.targets]
         taken = [template(text) for text in self.sources]
         for target in made:
-            if not target.is_invertible:
+            if not (target.is_invertible or self.keeps_name):
                 raise ValueError(f"{target}: found an unnamed wildcard in a name to be made")
             for source in taken:
                 lacks = target.variables - source.variables - {extra}
@@ -159,11 +164,28 @@ class _OneToOne(Entry, frozen=True, kw_only=True):
     def targets(self) -> tuple[str, ...]:
         return (self.source if self.to is None else self.to,)
 
+    @property
+    def keeps_name(self) -> bool:
+        return self.to is None
+
+    def normal(self) -> Self:
+        return msgspec.structs.replace(self, to=None) if self.to == self.source else self
+
+    def _back(self) -> tuple[str, str | None]:
+        """``from`` and ``to`` of the inverse."""
+        if self.to is None:
+            return self.source, None
+        (source,), (target,) = self._turned()
+        return source, target
+
 
 class RenameEntry(_OneToOne, frozen=True, kw_only=True):
     """``[[rename]]``: another name."""
 
     to: str
+
+    def normal(self) -> Self:
+        return self
 
     def transform(self, index: int = 0) -> Transform:
         return Identity()
@@ -187,11 +209,15 @@ class _Named(Entry, frozen=True, kw_only=True):
 
 
 class KeepEntry(_Named, frozen=True, kw_only=True):
-    """``[[keep]]``: as it is; wildcards need no names."""
+    """``[[keep]]``: as it is."""
 
     @property
     def targets(self) -> tuple[str, ...]:
         return (self.name,)
+
+    @property
+    def keeps_name(self) -> bool:
+        return True
 
     def transform(self, index: int = 0) -> Transform:
         return Identity()
@@ -220,7 +246,7 @@ class TransposeEntry(_OneToOne, frozen=True, kw_only=True):
     dims: tuple[_Dim, ...] = (1, 0)
 
     def __post_init__(self) -> None:
-        self._check_names()
+        super().__post_init__()
         if sorted(self.dims) != list(range(len(self.dims))):
             raise ValueError(f"dims {list(self.dims)}: expected every dim from 0 once")
 
@@ -228,12 +254,9 @@ class TransposeEntry(_OneToOne, frozen=True, kw_only=True):
         return Transpose(self.dims)
 
     def inverse(self) -> TransposeEntry:
-        (source,), (target,) = self._turned()
+        source, target = self._back()
         dims = tuple(self.dims.index(d) for d in range(len(self.dims)))
         return TransposeEntry(source=source, to=target, dims=dims, optional=self.optional)
-
-    def normal(self) -> Self:
-        return msgspec.structs.replace(self, to=None) if self.to == self.source else self
 
 
 class RotaryEntry(_OneToOne, frozen=True, kw_only=True):
@@ -247,7 +270,7 @@ class RotaryEntry(_OneToOne, frozen=True, kw_only=True):
         return Rotary(self.heads, self.layout, self.rotary_dim)
 
     def inverse(self) -> RotaryEntry:
-        (source,), (target,) = self._turned()
+        source, target = self._back()
         layout: Literal["halves", "pairs"] = "pairs" if self.layout == "halves" else "halves"
         return RotaryEntry(
             source=source,
@@ -257,9 +280,6 @@ class RotaryEntry(_OneToOne, frozen=True, kw_only=True):
             rotary_dim=self.rotary_dim,
             optional=self.optional,
         )
-
-    def normal(self) -> Self:
-        return msgspec.structs.replace(self, to=None) if self.to == self.source else self
 
 
 class _Fusion(Entry, frozen=True, kw_only=True):

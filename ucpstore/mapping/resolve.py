@@ -131,11 +131,14 @@ class _Run:
             else:
                 self._report(Kind.UNMATCHED, f"{name!r} is matched by no entry")
 
+    def _renamed(self, claim: _Claim, name: str) -> str | None:
+        return name if claim.entry.keeps_name else self._fill(claim, claim.entry.targets[0])
+
     def _fill(self, claim: _Claim, text: str, extra: Mapping[str, str] | None = None) -> str | None:
         try:
             return template(text).fill({**claim.values, **(extra or {})})
         except PatternError as error:
-            self._report(Kind.NAME, f"{claim.where}: {error}")
+            self._report(Kind.NAME, f"{claim.where}: {error}".rstrip("."))
             return None
 
     # ------------------------------------------------------------------ parameters
@@ -146,7 +149,7 @@ class _Run:
             claim = self._claims.get(name)
             if claim is None or not _is_one_to_one(claim.entry):
                 continue
-            target = self._fill(claim, claim.entry.targets[0])
+            target = self._renamed(claim, name)
             if target is not None:
                 found.append(Made(target, (name,), claim.entry.transform(), []))
         return found
@@ -253,7 +256,7 @@ class _Run:
                         f" {self._where(name)} takes the parameter; rename both alike, or drop the alias",
                     )
                     continue
-                target = self._fill(claim, claim.entry.targets[0])
+                target = self._renamed(claim, alias)
                 if target is not None:
                     mine[0].aliases.append(target)
 
