@@ -15,6 +15,7 @@ from tests.deepspeed_runs import deepspeed_run
 from tests.deepspeed_runs.model import KV_HEADS
 from tests.deepspeed_runs.renamed import MEGATRON_MAPPING, megatron_names
 from tests.deepspeed_runs.resume import continue_run, resume_run
+from tests.schemas import validate
 from ucpstore import Layout, Mapping
 from ucpstore.cli.main import main
 from ucpstore.errors import PatternError, PlanError, UnsupportedSourceError
@@ -255,6 +256,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     inverse = json.loads(call("mapping", str(tmp_path / "m.json"), "--inverse"))
     assert Mapping.from_json(inverse) == MEGATRON.inverse()
     assert "megatron-deepspeed-llama-to-hf" in call("mapping")
+    validate(json.loads(call("mapping", "--json")), "presets")
     (tmp_path / "bad.toml").write_text('[[rename]]\nfrom = "model.{name**}"\nto = "{name}"\n')
     assert "'lm_head.weight' is matched by no entry" in call(
         "plan", source, store, "--mapping", str(tmp_path / "bad.toml"), code=3

@@ -86,8 +86,7 @@ def halves(x: torch.Tensor) -> torch.Tensor:
     """Megatron: ``rearrange(x, '... (j d) -> ... j d', j=2)``; x is (batch, length, heads, HEAD_DIM)."""
     cos, sin = angles(x)
     first, second = x.unflatten(-1, (2, HEAD_DIM // 2)).unbind(-2)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    return turned
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def pairs(x: torch.Tensor) -> torch.Tensor:

@@ -110,8 +110,9 @@ class _Run:
         for where, entry in self._pass.entries():
             for slot, text in enumerate(entry.sources):
                 matched = False
+                match = template(text).match
                 for name in names:
-                    values = template(text).match(name)
+                    values = match(name)
                     if values is not None:
                         found[name].append(_Claim(where, entry, slot, values))
                         matched = True
