@@ -28,6 +28,7 @@ from ucpstore.errors import (
     LayoutError,
     ParameterNotFoundError,
     PatternError,
+    UnsupportedSourceError,
     close_names,
     listing,
 )
@@ -213,6 +214,37 @@ class MappedSource:
             if all(fqn in names for fqn, _ in members):
                 found[tuple((names[fqn], state) for fqn, state in members)] = digest
         return found
+
+    def tensorstore(self, fqn: str, state: str) -> Any:
+        """The stored array of a state of which only the name differs.
+
+        Raises
+        ------
+        UnsupportedSourceError
+            There is none.
+        """
+        image = self._image(fqn, state)
+        stored = getattr(self._source, "tensorstore", None)
+        if stored is None or (image is not None and not image.is_same):
+            raise UnsupportedSourceError(
+                f"{fqn!r} ({state}) of {self.url} is seen through a mapping: there is no stored array of it.",
+                hint="Read it, or convert with the mapping first.",
+                url=self.url,
+            )
+        return stored(self._origin(fqn, image), state)
+
+    def zarr_group(self) -> Any:
+        """There is none.
+
+        Raises
+        ------
+        UnsupportedSourceError
+        """
+        raise UnsupportedSourceError(
+            f"{self.url} is seen through a mapping: there is no Zarr hierarchy with these names.",
+            hint="Convert with the mapping first, or open it without.",
+            url=self.url,
+        )
 
     def _image(self, fqn: str, state: str) -> _Image | None:
         """Where a state comes from; None for tensors of the common state.

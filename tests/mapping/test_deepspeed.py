@@ -227,6 +227,52 @@ def test_the_same_layout_under_other_names_is_written(tmp_path: Path) -> None:
     assert "net.lm_head.weight" in ucpstore.open(tmp_path / "c")
 
 
+def test_autotp_slices_become_another_familys_fused_weights(tmp_path: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+
+    run = deepspeed_run("tp2-s1-fp32-dp2")
+    sizes = {**dict(run.case.sizes), "pad_token_id": 0, "attn_implementation": "eager"}
+    heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+    mapping = Mapping.preset(
+        "hf-llama-to-phi3",
+        heads=heads,
+        kv_heads=sizes["num_key_value_heads"],
+        head_dim=hidden // heads,
+    )
+    ucpstore.convert(run.path, tmp_path / "store", mapping=mapping)
+    store = ucpstore.open(tmp_path / "store")
+    fused = "model.layers.1.self_attn.qkv_proj.weight"
+    for state, native_name in (("adam_m", "exp_avg"), ("adam_v", "exp_avg_sq")):
+        parts = [run.full(native_name, fused.replace("qkv_", f"{part}_")) for part in "qkv"]
+        assert store[fused][state][...].tobytes() == np.concatenate(parts).tobytes()
+    llama = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    names = [name for name, _ in llama.named_parameters()]
+    llama.load_state_dict({n: torch.from_numpy(run.full("fp32", n).copy()) for n in names})
+    config = Phi3Config(**sizes, rms_norm_eps=llama.config.rms_norm_eps)
+    phi3 = Phi3ForCausalLM(config).eval()
+    phi3.load_state_dict({n: p.fp32.torch() for n, p in store.items() if p.trainable})
+    tokens = torch.arange(11)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(phi3(tokens).logits, llama(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_stored_arrays_are_only_those_whose_names_differ(tmp_path: Path) -> None:
+    run = deepspeed_run("s1-fp32-dp2")
+    ucpstore.convert(run.path, tmp_path / "store")
+    store = ucpstore.open(tmp_path / "store", mapping=MEGATRON)
+    plain, fused = (
+        store["output_layer.weight"].fp32,
+        store["layers.0.mlp.dense_h_to_4h.weight"].fp32,
+    )
+    assert plain.digest is not None
+    assert fused.digest is None
+    assert (plain.tensorstore().read().result() == plain[...]).all()
+    for call in (fused.tensorstore, store.zarr_group):
+        with pytest.raises(UnsupportedSourceError, match="seen through a mapping"):
+            call()
+
+
 def test_no_mapping_is_refused() -> None:
     run = deepspeed_run("s1-fp32-dp2")
     with pytest.raises(PlanError, match="expected a ucpstore"):

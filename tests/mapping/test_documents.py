@@ -167,6 +167,16 @@ def test_parameters_of_presets_are_checked() -> None:
         Mapping.preset("meta-llama-to-hf", heads=-2, kv_heads=2)
 
 
+def test_the_example_in_the_docstring_is_true() -> None:
+    import doctest
+
+    import ucpstore.mapping.mapping as module
+
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
 def test_ordered_and_then() -> None:
     one = Mapping.from_json({"keep": [{"name": "a"}]})
     assert one.ordered(["a"]).to_json()["passes"] == [{"keep": [{"name": "a"}], "order": ["a"]}]

@@ -218,6 +218,14 @@ def test_what_is_dropped_is_told_and_leaves_the_groups() -> None:
         read_state(source, "a", "momentum")
 
 
+def test_a_group_that_loses_all_its_parameters_stays_and_is_told() -> None:
+    source = mapped(
+        abc(groups=[["a", "c"], ["b"]]), drop=[{"name": "b"}], keep=[{"name": "a"}, {"name": "c"}]
+    )
+    assert [g["params"] for g in source.common.document["param_groups"]] == [["a", "c"], []]
+    assert "the mapping leaves parameter group 1 empty." in source.warnings
+
+
 def read_state(source: Source, fqn: str, state: str = "fp32") -> np.ndarray:
     out = np.empty((4, 3), "float32")
     source.read(fqn, state, Region.full((4, 3)), out)

@@ -56,9 +56,11 @@ class MappedDocument:
                 self._report(f"{one.fqn!r} is made of parameters of different groups: {words}")
         rank = {name: index for index, name in enumerate(order)}
         mapped = []
-        for group, names in zip(groups, listed, strict=True):
+        for index, (group, names) in enumerate(zip(groups, listed, strict=True)):
             targets = [target for name in names for target in self._sources.get(name, ())]
             targets = [*dict.fromkeys(targets)]
+            if names and not targets:
+                self.warnings.append(f"the mapping leaves parameter group {index} empty.")
             absent = [name for name in targets if name not in rank] if rank else []
             if absent:
                 self.problems.append(
