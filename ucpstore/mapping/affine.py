@@ -7,10 +7,11 @@ either side, so that it can be cut to any box of either tensor without being enu
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ucpstore.errors import Kind, LayoutError
 from ucpstore.layout.region import Region
@@ -95,17 +96,24 @@ class Part:
 
     def within(self, region: Region) -> Iterator[Part]:
         """The part cut to a box of the target; at most ``2 k - 1`` parts per dim of ``k`` axes."""
+        order: list[int] = []
         per_dim = []
-        for dim, (start, stop) in enumerate(zip(region.offsets, region.stops, strict=True)):
-            own = [(i, axis) for i, axis in enumerate(self.axes) if axis.target == dim]
-            own.sort(key=lambda item: (-item[1].target_step, -item[1].size))
-            digits = [(axis.size, axis.target_step) for _, axis in own]
-            offset = self.target_offsets[dim]
-            cuts = _digit_ranges(digits, start - offset, stop - offset)
-            per_dim.append([dict(zip((i for i, _ in own), cut, strict=True)) for cut in cuts])
+        for dim, (offset, start, size) in enumerate(
+            zip(self.target_offsets, region.offsets, region.sizes, strict=True)
+        ):
+            own = [i for i, axis in enumerate(self.axes) if axis.target == dim]
+            own.sort(key=lambda i: (-self.axes[i].target_step, -self.axes[i].size))
+            digits = [(self.axes[i].size, self.axes[i].target_step) for i in own]
+            cuts = list(_digit_ranges(digits, start - offset, start - offset + size))
+            if not cuts:
+                return
+            order += own
+            per_dim.append(cuts)
         for choice in itertools.product(*per_dim):
-            ranges = {index: cut for cuts in choice for index, cut in cuts.items()}
-            yield self._cut([ranges[index] for index in range(len(self.axes))])
+            ranges: list[_Range] = [(0, 0)] * len(order)
+            for index, cut in zip(order, itertools.chain.from_iterable(choice), strict=True):
+                ranges[index] = cut
+            yield self._cut(ranges)
 
     def halves(self) -> tuple[Part, Part]:
         """The part in two, cut where the source is cut most coarsely; it has more than one element."""
@@ -126,7 +134,7 @@ class Part:
             source[axis.source] += start * axis.source_step
             target[axis.target] += start * axis.target_step
             if stop - start > 1:
-                axes.append(replace(axis, size=stop - start))
+                axes.append(axis if stop - start == axis.size else replace(axis, size=stop - start))
         return Part(self.source, tuple(axes), tuple(source), tuple(target))
 
 
@@ -144,6 +152,11 @@ def _digit_ranges(
         return
     (size, step), rest = digits[0], digits[1:]
     if not size or any(n == 0 for n, _ in rest):
+        return
+    if not rest:
+        first, last = max(0, -(-start // step)), min(size, -(-stop // step))
+        if first < last:
+            yield ((first, last),)
         return
     width = 1 + sum((n - 1) * s for n, s in rest)
     touched = range(max(0, (start - width) // step + 1), min(size, -(-stop // step)))
@@ -174,6 +187,8 @@ class View:
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _stops: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         found, expected = sum(part.volume for part in self.parts), math.prod(self.shape)
@@ -182,8 +197,19 @@ class View:
                 f"parts have {found} elements, a tensor of shape {list(self.shape)} has {expected}.",
                 kind=Kind.GAP,
             )
+        regions = [part.target_region for part in self.parts] if self.shape else []
+        starts = tuple(region.offsets[0] for region in regions)
+        stops = tuple(region.stops[0] for region in regions)
+        # There may be thousands of parts, one after the other: those of a box are found by bisection.
+        is_sorted = all(list(found) == sorted(found) for found in (starts, stops))
+        object.__setattr__(self, "_starts", starts if is_sorted else ())
+        object.__setattr__(self, "_stops", stops if is_sorted else ())
 
     def query(self, region: Region) -> Iterator[Part]:
         """The parts cut to a box of the tensor."""
-        for part in self.parts:
+        first, last = 0, len(self.parts)
+        if self._starts:
+            first = bisect.bisect_right(self._stops, region.offsets[0])
+            last = bisect.bisect_left(self._starts, region.stops[0])
+        for part in self.parts[first:last]:
             yield from part.within(region)
