@@ -118,7 +118,7 @@ class MappedSource:
         self.parameters = parameters
         self.common = CommonState(mapped.document, source.common.tensors)
         self.parallelism: Mapping[str, Any] = _with_mapping(
-            source.parallelism, digest, reordered=mapped.reordered
+            source.parallelism, digest, reordered=mapped.reordered, ordered=bool(entries.order)
         )
         left = (
             [
@@ -361,13 +361,20 @@ def _spec(source: Source, image: _Image) -> ParameterSpec:
 
 
 def _with_mapping(
-    parallelism: Mapping[str, Any], digest: str, *, reordered: bool
+    parallelism: Mapping[str, Any], digest: str, *, reordered: bool, ordered: bool
 ) -> dict[str, Any]:
-    """``mapping``: digests of the passes so far; ``mapping_reorders``: a group's parameters changed places."""
+    """The facts about the source, with those about the mapping.
+
+    ``mapping``: digests of the passes so far. ``mapping_reorders``: parameters of a group changed places, their
+    number or their order. ``mapping_ordered``: they are in an order that the mapping gave.
+    """
     before = parallelism.get("mapping")
     found = {**parallelism, "mapping": f"{before}, {digest}" if before else digest}
     if reordered:
         found["mapping_reorders"] = True
+        found.pop("mapping_ordered", None)
+    if ordered:
+        found["mapping_ordered"] = True
     return found
 
 

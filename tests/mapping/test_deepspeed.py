@@ -27,7 +27,9 @@ MEGATRON = Mapping.from_json(MEGATRON_MAPPING)
 
 def native(source: Path, dest: Path, mapping: Mapping | None, **options: Any) -> Path:
     layout = Layout(**{"dp": 2, "zero_stage": 1, **options})
-    ucpstore.convert(source, dest, to="deepspeed", layout=layout, mapping=mapping)
+    report = ucpstore.convert(source, dest, to="deepspeed", layout=layout, mapping=mapping)
+    told = any("the mapping gives no order" in text for text in report.warnings)
+    assert told == (mapping is not None and not mapping.passes[-1].order)
     return dest
 
 
@@ -271,6 +273,16 @@ def test_stored_arrays_are_only_those_whose_names_differ(tmp_path: Path) -> None
     for call in (fused.tensorstore, store.zarr_group):
         with pytest.raises(UnsupportedSourceError, match="seen through a mapping"):
             call()
+
+
+def test_remote_stores_are_read_through_a_mapping() -> None:
+    run = deepspeed_run("s1-fp32-dp2")
+    url = "memory://mapping-remote/store"
+    ucpstore.convert(run.path, url, mapping=MEGATRON)
+    back = ucpstore.open(url, mapping=MEGATRON.inverse())
+    for name, parameter in ucpstore.open(run.path).items():
+        for state in back[name]:
+            assert back[name][state][...].tobytes() == parameter[state][...].tobytes()
 
 
 def test_no_mapping_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -165,6 +166,13 @@ def test_parameters_of_presets_are_checked() -> None:
         Mapping.preset("meta-llama-to-hf", heads=2, kv_heads=True)
     with pytest.raises(PatternError, match="no whole number"):
         Mapping.preset("meta-llama-to-hf", heads=-2, kv_heads=2)
+
+
+def test_the_readmes_document_is_a_mapping() -> None:
+    readme = Path(__file__).parents[2] / "README.md"
+    (text,) = re.findall(r"```toml\n(.*?)```", readme.read_text(), re.DOTALL)
+    validate(tomllib.loads(text), "mapping")
+    assert Mapping.from_toml(text).to_json()["passes"][0]["alias"]
 
 
 def test_the_example_in_the_docstring_is_true() -> None:

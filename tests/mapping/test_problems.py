@@ -251,6 +251,11 @@ def test_a_joined_parameter_takes_the_place_of_its_first_member() -> None:
     assert list(ordered.parameters) == ["m", "qk", "o", "n"]
     groups = ordered.common.document["param_groups"]
     assert [g["params"] for g in groups] == [["m", "qk", "o"], ["n"]]
+    assert ordered.parallelism["mapping_ordered"] is True
+    renamed = mapped(ordered, rename=[{"from": "{name*}", "to": "x.{name}"}])
+    assert renamed.parallelism["mapping_ordered"] is True
+    split = mapped(ordered, keep=keep, split=[{"from": "qk", "to": ["q", "k"], "ratio": [1, 1]}])
+    assert "mapping_ordered" not in split.parallelism
     _, told = problems(
         source,
         fuse=[{"from": ["q", "k"], "to": "qk"}],

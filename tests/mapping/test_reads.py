@@ -196,3 +196,20 @@ def test_a_mapped_source_is_picklable_and_passes_on_compare() -> None:
     source.read("c", "fp32", Region.full((6, 3)), out, compare=True)
     assert source._source.compared == 2
     np.testing.assert_array_equal(out, np.concatenate([values((2, 3)), values((4, 3))]))
+
+
+def test_a_box_of_a_large_stack_asks_few_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ucpstore.mapping.affine import Part
+
+    members = {f"e.{i}": values((3, 2), 10 * i) for i in range(500)}
+    source = map_source(
+        ArraySource(members, states=["fp32"]),
+        Mapping.from_json({"stack": [{"from": "e.{i}", "to": "e", "over": "i"}]}),
+    )
+    asked = []
+    within = Part.within
+    monkeypatch.setattr(Part, "within", lambda part, box: asked.append(part) or within(part, box))
+    found = read(source, "e", Region((137, 1, 0), (2, 2, 1)))
+    assert [part.source for part in asked] == ["e.137", "e.138"]
+    expected = np.stack([members["e.137"], members["e.138"]])[:, 1:3, :1]
+    np.testing.assert_array_equal(found, expected)

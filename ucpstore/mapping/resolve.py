@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -290,8 +291,8 @@ class _Run:
         order = {name: index for index, name in enumerate(self._pass.order)}
         if not order:
             return made
-        if len(order) < len(self._pass.order):
-            twice = sorted({n for n in self._pass.order if self._pass.order.count(n) > 1})
+        twice = [name for name, count in Counter(self._pass.order).items() if count > 1]
+        if twice:
             self._report(Kind.NAME, f"order: names occur twice: {', '.join(twice)}")
         names = {one.fqn for one in made}
         for name in self._pass.order:

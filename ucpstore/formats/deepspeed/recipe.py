@@ -156,7 +156,7 @@ def make_recipe(source: Source, layout: Layout) -> Recipe:
         layout.dp,
         layout.sub_group_size or SUB_GROUP_SIZE,
     )
-    warnings += _rng_warnings(common, layout)
+    warnings += _rng_warnings(common, layout) + _order_warnings(source)
     tag = source.parallelism.get("tag")
     if not isinstance(tag, str) or not tag:
         tag = f"global_step{common['counters'].get('global_steps', 0)}"
@@ -339,3 +339,14 @@ def _rng_warnings(common: Mapping[str, Any], layout: Layout) -> list[str]:
         )
         return [text]
     return []
+
+
+def _order_warnings(source: Source) -> list[str]:
+    """Flat buffers know no names: a mapped model is right only if its optimizer gets this order."""
+    if "mapping" not in source.parallelism or source.parallelism.get("mapping_ordered"):
+        return []
+    text = (
+        "the mapping gives no order: the optimizer of the run that loads this must be given the parameters in the order"
+        " of the source's (a fused one at its first member's place), as DeepSpeed finds them by position, not by name."
+    )
+    return [text]
