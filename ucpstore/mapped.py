@@ -7,12 +7,9 @@ straight into the caller's array, or through a small block where the elements li
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from ucpstore.contracts import (
     Arrays,
@@ -35,6 +32,8 @@ from ucpstore.errors import (
 from ucpstore.layout.region import Region
 from ucpstore.mapping.affine import Part, View
 from ucpstore.mapping.common import map_document
+from ucpstore.mapping.describe import boxes, moved_region, view_cuts
+from ucpstore.mapping.fill import BLOCK, LOCAL_WASTE, Filler
 from ucpstore.mapping.mapping import Mapping as NameMapping
 from ucpstore.mapping.mapping import Pass
 from ucpstore.mapping.resolve import Made, Named, Problem, resolve
@@ -42,10 +41,6 @@ from ucpstore.mapping.transforms import Identity
 
 __all__ = ["MappedSource", "map_source"]
 
-_BLOCK = 256 << 10
-"""Bytes of the block through which elements go that the target has in another order."""
-_LOCAL_WASTE = 4 << 10
-"""Bytes: boxes of at most this are read whole even where only some of their elements are needed."""
 _MAX_TOLD = 20
 """Problems in a message; the error's context has all."""
 
@@ -160,7 +155,7 @@ class MappedSource:
 
         if not region.volume:
             return
-        filler = _Filler(read, region, out, _LOCAL_WASTE if self.is_local else _BLOCK)
+        filler = Filler(read, region, out, LOCAL_WASTE if self.is_local else BLOCK)
         for part in view.query(region):
             filler.fill(part)
 
@@ -168,7 +163,7 @@ class MappedSource:
         image = self._image(fqn, state)
         if image is None or image.is_same:
             return self._source.cuts(self._origin(fqn, image), state)
-        return _cuts(image.views[state], lambda name: self._source.cuts(name, state))
+        return view_cuts(image.views[state], lambda name: self._source.cuts(name, state))
 
     def fragments(self, fqn: str, state: str, region: Region) -> Sequence[Fragment]:
         image = self._image(fqn, state)
@@ -177,9 +172,9 @@ class MappedSource:
         return [
             replace(fragment, region=moved)
             for part in image.views[state].query(region)
-            for box in _boxes(part)
+            for box in boxes(part)
             for fragment in self._source.fragments(box.source, state, box.source_region)
-            for moved in [_moved(box, fragment.region)]
+            for moved in [moved_region(box, fragment.region)]
         ]
 
     def count_reads(self, fqn: str, state: str) -> int:
@@ -389,137 +384,4 @@ def _refusal(source: Source, problems: Sequence[Problem], number: int) -> Patter
         kind=problems[0].kind,
         hint="Every parameter and buffer must be taken by exactly one entry; say keep or drop for the others.",
         problems=texts,
-    )
-
-
-# ------------------------------------------------------------------------ reading
-
-
-@dataclass(frozen=True, slots=True)
-class _Filler:
-    """Fills an array with parts of other tensors.
-
-    Attributes
-    ----------
-    read : callable
-        ``(name, region of that tensor, array)``.
-    region : Region
-        Of the target, what the array holds.
-    out : numpy.ndarray
-    waste : int, bytes
-        Boxes of at most this size may be read for some of their elements.
-    """
-
-    read: Callable[[str, Region, Arrays], None]
-    region: Region
-    out: Arrays
-    waste: int
-
-    def fill(self, part: Part) -> None:
-        """Read a part: into the array itself where it is a box there too, else through a block."""
-        box = part.source_region
-        dense = box.volume == part.volume
-        nbytes = box.volume * self.out.itemsize
-        if dense and (view := self._direct(part)) is not None:
-            self.read(part.source, box, view)
-        elif nbytes <= _BLOCK if dense else nbytes <= self.waste:
-            block = np.empty(box.sizes, self.out.dtype)
-            self.read(part.source, box, block)
-            start = (0,) * block.ndim
-            self._axes(part)[...] = _strided(
-                block,
-                start,
-                [axis.size for axis in part.axes],
-                [axis.source_step * block.strides[axis.source] for axis in part.axes],
-            )
-        else:
-            for half in part.halves():
-                self.fill(half)
-
-    def _start(self, part: Part) -> tuple[int, ...]:
-        return tuple(
-            offset - first
-            for offset, first in zip(part.target_offsets, self.region.offsets, strict=True)
-        )
-
-    def _axes(self, part: Part) -> Arrays:
-        """The part's place in the array, one dim per axis."""
-        strides = [axis.target_step * self.out.strides[axis.target] for axis in part.axes]
-        return _strided(self.out, self._start(part), [axis.size for axis in part.axes], strides)
-
-    def _direct(self, part: Part) -> Arrays | None:
-        """The part's place in the array with the dims of the source, or None where it has no such view."""
-        sizes = part.source_region.sizes
-        strides = []
-        for dim in range(len(sizes)):
-            axes = [axis for axis in part.axes if axis.source == dim and axis.size > 1]
-            axes.sort(key=lambda axis: axis.source_step)
-            size, stride = 1, self.out.itemsize
-            for axis in axes:
-                own = axis.target_step * self.out.strides[axis.target]
-                if size == 1:
-                    stride = own
-                elif own != stride * size:
-                    return None
-                size *= axis.size
-            strides.append(stride)
-        inner = [stride for stride, size in zip(strides, sizes, strict=True) if size > 1]
-        if inner and inner[-1] != self.out.itemsize:
-            return None  # element by element: a block is faster
-        return _strided(self.out, self._start(part), sizes, strides)
-
-
-def _strided(
-    array: Arrays, start: Sequence[int], sizes: Sequence[int], strides: Sequence[int]
-) -> Arrays:
-    """A view from an element on; strides in bytes."""
-    raw = array.view(f"V{array.itemsize}")[(*(slice(first, None) for first in start), ...)]
-    return as_strided(raw, sizes, strides).view(array.dtype)
-
-
-# ------------------------------------------------------------------------ describing
-
-
-def _boxes(part: Part) -> Iterator[Part]:
-    """The part in pieces that are boxes on either side, with one dim of each for one of the other."""
-    spread = {axis.source for axis in part.axes}, {axis.target for axis in part.axes}
-    if any(axis.source_step != 1 or axis.target_step != 1 for axis in part.axes) or any(
-        len(dims) < len(part.axes) for dims in spread
-    ):
-        if part.volume:
-            for half in part.halves():
-                yield from _boxes(half)
-        return
-    yield part
-
-
-def _moved(part: Part, region: Region) -> Region:
-    """A box of the source inside a piece of `_boxes`, in the target's coordinates."""
-    offsets, sizes = list(part.target_offsets), [1] * len(part.target_offsets)
-    for axis in part.axes:
-        offsets[axis.target] += region.offsets[axis.source] - part.source_offsets[axis.source]
-        sizes[axis.target] = region.sizes[axis.source]
-    return Region(tuple(offsets), tuple(sizes))
-
-
-def _cuts(
-    view: View, cuts_of: Callable[[str], tuple[tuple[int, ...], ...]]
-) -> tuple[tuple[int, ...], ...]:
-    """Cut points where the members meet, and their own where a dim is taken as it is."""
-    found: list[set[int]] = [set() for _ in view.shape]
-    for part in view.parts:
-        own = cuts_of(part.source)
-        for dim, first in enumerate(part.target_offsets):
-            axes = [axis for axis in part.axes if axis.target == dim and axis.size > 1]
-            span = sum((axis.size - 1) * axis.target_step for axis in axes) + 1
-            if span == math.prod(axis.size for axis in axes):
-                found[dim] |= {first, first + span}
-            if len(axes) == 1 and axes[0].source_step == axes[0].target_step == 1:
-                shift = first - part.source_offsets[axes[0].source]
-                found[dim] |= {
-                    cut + shift for cut in own[axes[0].source] if first < cut + shift < first + span
-                }
-    return tuple(
-        tuple(sorted(cut for cut in cuts if 0 < cut < size))
-        for cuts, size in zip(found, view.shape, strict=True)
     )
