@@ -152,7 +152,7 @@ def test_every_preset_is_tested_and_matches_the_schema() -> None:
         mapping = Mapping.preset(name, **parameters)
         validate(mapping.to_json(), "mapping")
         validate(mapping.inverse().to_json(), "mapping")
-        text = (files("ucpstore.mapping") / "presets" / f"{name}.toml").read_text()
+        text = (files("ucpstore.mapping") / "documents" / f"{name}.toml").read_text()
         assert set(tomllib.loads(text)["preset"]["parameters"]) >= set(parameters)
 
 

@@ -36,7 +36,7 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
 
 
 def _documents() -> dict[str, str]:
-    folder = files("ucpstore.mapping") / "presets"
+    folder = files("ucpstore.mapping") / "documents"
     found = sorted(folder.iterdir(), key=lambda path: path.name)
     return {
         path.name.removesuffix(".toml"): path.read_text(encoding="utf-8")
