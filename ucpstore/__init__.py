@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ucpstore.engine.run import Report
     from ucpstore.layout.parallel import Layout
     from ucpstore.layout.rules import Patterns
+    from ucpstore.mapping import Mapping
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ _HOME = {
     "Checkpoint": "ucpstore.checkpoint",
     "Layout": "ucpstore.layout.parallel",
     "LazyTensor": "ucpstore.checkpoint",
+    "Mapping": "ucpstore.mapping",
     "Parameter": "ucpstore.checkpoint",
     "Patterns": "ucpstore.layout.rules",
     "Plan": "ucpstore.engine.plan",
@@ -44,6 +46,7 @@ __all__ = [
     "Checkpoint",
     "Layout",
     "LazyTensor",
+    "Mapping",
     "Parameter",
     "Patterns",
     "Plan",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ucpstore.formats.deepspeed.writer import DeepSpeedTarget
     from ucpstore.inspect.diff import Diff
     from ucpstore.inspect.verify import Verification
+    from ucpstore.mapping import Mapping as NameMapping
     from ucpstore.store.target import ZarrTarget
 
 __all__ = ["abandon", "convert", "diff", "formats", "open", "plan", "verify"]
@@ -58,6 +59,7 @@ def open(  # noqa: A001
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     patterns: Rules | None = None,
+    mapping: NameMapping | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format as one lazy mapping. Reads metadata only.
@@ -73,6 +75,8 @@ def open(  # noqa: A001
     patterns : Patterns, path or str, optional
         How parameters lie on tensor-parallel ranks, where the checkpoint does not say it or says it wrongly:
         rules, a TOML or JSON file of them, or the name of a preset (`Patterns.presets`).
+    mapping : ucpstore.Mapping, optional
+        Show it under other names, with parameters fused, split or permuted.
     storage_options : mapping, optional
         In fsspec's words.
 
@@ -89,7 +93,7 @@ def open(  # noqa: A001
     UncommittedError
         A conversion into this URL is not finished.
     PatternError
-        No rule says how a parameter lies on tensor-parallel ranks, or it does not fit.
+        No rule says how a parameter lies on tensor-parallel ranks, or it does not fit; or the mapping does not.
 
     Examples
     --------
@@ -97,10 +101,42 @@ def open(  # noqa: A001
     >>> checkpoint["model.norm.weight"].fp32[:4]                         # doctest: +SKIP
     """
     files = open_files(os.fspath(url), storage_options)
-    return Checkpoint(_open_source(files, format, tag, Patterns.of(patterns)))
+    view = _View(Patterns.of(patterns), _checked(mapping))
+    return Checkpoint(_open_source(files, format, tag, view))
 
 
-def _open_source(files: Files, name: str, tag: str | None, patterns: Patterns) -> Source:
+@dataclass(frozen=True)
+class _View:
+    """How a source is to be read: rules for its ranks, and the names and shapes to show it with."""
+
+    patterns: Patterns = field(default_factory=Patterns)
+    mapping: NameMapping | None = None
+
+
+def _open_source(files: Files, name: str, tag: str | None, view: _View) -> Source:
+    """Open, and look through the mapping."""
+    source = _open_format(files, name, tag, view.patterns)
+    if view.mapping is None:
+        return source
+    from ucpstore.mapped import map_source
+
+    return map_source(source, view.mapping)
+
+
+def _checked(mapping: NameMapping | None) -> NameMapping | None:
+    if mapping is None:
+        return None
+    from ucpstore.mapping import Mapping as NameMapping
+
+    if not isinstance(mapping, NameMapping):
+        raise PlanError(
+            f"cannot map with {mapping!r:.80}: found {type(mapping).__name__}, expected a ucpstore.Mapping.",
+            hint="Read a file with ucpstore.Mapping.load.",
+        )
+    return mapping
+
+
+def _open_format(files: Files, name: str, tag: str | None, patterns: Patterns) -> Source:
     """Detect the format (our own first) and open."""
     from ucpstore.store.source import StoreFormat
 
@@ -133,12 +169,13 @@ def _open_source(files: Files, name: str, tag: str | None, patterns: Patterns) -
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Request:
-    """Everything that decides a conversion, so that a worker process can open it again."""
+    """Everything that decides a conversion, checked, so that a worker process can open it again."""
 
     source: str
     dest: str
+    layout: Layout | None
     format: str
     tag: str | None
     states: tuple[str, ...] | None
@@ -146,17 +183,50 @@ class _Request:
     exclude: tuple[str, ...] | None
     source_options: Mapping[str, Any] = field(repr=False)
     dest_options: Mapping[str, Any] = field(repr=False)
-    layout: Layout | None = None
-    patterns: Patterns = field(default_factory=Patterns)
+    view: _View
+
+    @classmethod
+    def of(
+        cls,
+        source: Url,
+        dest: Url,
+        *,
+        to: str,
+        layout: Layout | None,
+        patterns: Rules | None,
+        mapping: NameMapping | None,
+        format: str,  # noqa: A002
+        tag: str | None,
+        states: Sequence[str] | None,
+        only: Sequence[str] | None,
+        exclude: Sequence[str] | None,
+        source_options: Mapping[str, Any] | None,
+        dest_options: Mapping[str, Any] | None,
+    ) -> _Request:
+        """What `convert` and `plan` were asked for."""
+        _check_target(to, layout, {"states": states, "only": only, "exclude": exclude})
+        return cls(
+            # In full: a worker process may have another working directory.
+            source=parse_url(source).url,
+            dest=parse_url(dest).url,
+            layout=layout,
+            format=format,
+            tag=tag,
+            view=_View(Patterns.of(patterns), _checked(mapping)),
+            states=_names("states", states),
+            only=_names("only", only),
+            exclude=_names("exclude", exclude),
+            source_options=dict(source_options or {}),
+            dest_options=dict(dest_options or {}),
+        )
 
     def open(self, *, ranks: bool = False) -> tuple[Plan, Source, ZarrTarget | DeepSpeedTarget]:
         """Open the source, lay out the target and plan; reads metadata only.
 
         With ``ranks`` the plan of a native target lists which rank will hold which parts.
         """
-        source = _open_source(
-            open_files(self.source, self.source_options), self.format, self.tag, self.patterns
-        )
+        files = open_files(self.source, self.source_options)
+        source = _open_source(files, self.format, self.tag, self.view)
         files = open_files(self.dest, self.dest_options)
         _refuse_inside(source, files)
         if self.layout is not None:
@@ -168,9 +238,10 @@ class _Request:
     ) -> tuple[Plan, Source, DeepSpeedTarget]:
         from ucpstore.formats.deepspeed.writer import DeepSpeedTarget, same_layout
 
-        target = DeepSpeedTarget(files, source, layout)
+        rules = self.view.patterns
+        target = DeepSpeedTarget(files, source, layout, rules)
         warnings = [*target.warnings]
-        if same_layout(source, layout):
+        if self.view.mapping is None and same_layout(source, layout, rules):
             warnings.append(_SAME_LAYOUT)
         plan = make_plan(
             source,
@@ -230,6 +301,7 @@ def plan(
     to: str = "zarr",
     layout: Layout | None = None,
     patterns: Rules | None = None,
+    mapping: NameMapping | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     states: Sequence[str] | None = None,
@@ -245,46 +317,34 @@ def plan(
     Plan
         ``summary()`` for people, ``to_json()`` for programs.
     """
-    request = _request(
-        source, dest, format, tag, states, only, exclude, source_options, dest_options
+    request = _Request.of(
+        source,
+        dest,
+        to=to,
+        layout=layout,
+        patterns=patterns,
+        mapping=mapping,
+        format=format,
+        tag=tag,
+        states=states,
+        only=only,
+        exclude=exclude,
+        source_options=source_options,
+        dest_options=dest_options,
     )
-    request = replace(_towards(request, to, layout), patterns=Patterns.of(patterns))
     return request.open(ranks=True)[0]
 
 
-def _request(
-    source: Url,
-    dest: Url,
-    format_: str,
-    tag: str | None,
-    states: Sequence[str] | None,
-    only: Sequence[str] | None,
-    exclude: Sequence[str] | None,
-    source_options: Mapping[str, Any] | None,
-    dest_options: Mapping[str, Any] | None,
-) -> _Request:
-    return _Request(
-        # In full: a worker process may have another working directory.
-        source=parse_url(source).url,
-        dest=parse_url(dest).url,
-        format=format_,
-        tag=tag,
-        states=_names("states", states),
-        only=_names("only", only),
-        exclude=_names("exclude", exclude),
-        source_options=dict(source_options or {}),
-        dest_options=dict(dest_options or {}),
-    )
-
-
-def _towards(request: _Request, to: str, layout: Layout | None) -> _Request:
-    """The request with its target checked."""
+def _check_target(
+    to: str, layout: Layout | None, selection: Mapping[str, Sequence[str] | None]
+) -> None:
+    """Whether what is asked for is something that can be written."""
     if to == "zarr":
         if layout is not None:
             raise PlanError(
                 "a Zarr hierarchy has no layout of ranks: give layout= with to='deepspeed'."
             )
-        return request
+        return
     if to != "deepspeed":
         raise PlanError(f"cannot convert to {to!r}: expected 'zarr' or 'deepspeed'.")
     if not isinstance(layout, Layout):
@@ -292,12 +352,11 @@ def _towards(request: _Request, to: str, layout: Layout | None) -> _Request:
             f"cannot convert to deepspeed with layout={layout!r}: expected a Layout.",
             hint="Say how the run will be spread, such as Layout(dp=2, zero_stage=3).",
         )
-    chosen = [name for name in ("states", "only", "exclude") if getattr(request, name) is not None]
+    chosen = [name for name, names in selection.items() if names is not None]
     if chosen:
         raise PlanError(
             f"cannot convert a selection ({', '.join(chosen)}) to deepspeed: it loads whole models only."
         )
-    return replace(request, layout=layout)
 
 
 def _names(option: str, names: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -319,6 +378,7 @@ def convert(
     to: str = "zarr",
     layout: Layout | None = None,
     patterns: Rules | None = None,
+    mapping: NameMapping | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     states: Sequence[str] | None = None,
@@ -352,6 +412,9 @@ def convert(
         written, and the report's ``url`` is the source.
     patterns, format, tag
         As for `open`.
+    mapping : ucpstore.Mapping, optional
+        Names and shapes of the target, where they are not the source's. `states` are the source's, `only` and
+        `exclude` look at the target's names.
     states : sequence of str, optional
         Only these states; by default all that cannot be made again from others (16-bit copies of
         master weights are left out).
@@ -384,6 +447,8 @@ def convert(
         ``dest`` holds, or is claimed for, something else.
     PlanError
         Selection, memory limit or free space do not allow it; nothing was written.
+    PatternError
+        The mapping leaves names over, takes some twice, or does not fit; nothing was written.
     IntegrityError
         Replicas differ, or the source changed meanwhile.
     WorkerError
@@ -394,10 +459,21 @@ def convert(
     chosen = Workers(
         executor=executor, workers=workers, threads=threads, share=share, memory_limit=limit
     )
-    request = _request(
-        source, dest, format, tag, states, only, exclude, source_options, dest_options
+    request = _Request.of(
+        source,
+        dest,
+        to=to,
+        layout=layout,
+        patterns=patterns,
+        mapping=mapping,
+        format=format,
+        tag=tag,
+        states=states,
+        only=only,
+        exclude=exclude,
+        source_options=source_options,
+        dest_options=dest_options,
     )
-    request = replace(_towards(request, to, layout), patterns=Patterns.of(patterns))
     found, opened, target = request.open()
     if _SAME_LAYOUT in found.warnings:
         return nothing_to_do(opened, found)
@@ -435,6 +511,7 @@ def verify(
     *,
     against: Url | None = None,
     patterns: Rules | None = None,
+    mapping: NameMapping | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -444,7 +521,8 @@ def verify(
 
     Checksums of every chunk, the recorded digest of every state, and replicas against each other; with
     ``against`` also every element and the common state against another checkpoint (of any format), which
-    may hold nothing more. All findings are collected.
+    may hold nothing more. All findings are collected. A ``mapping`` is that of the conversion: ``against`` is seen
+    through it.
 
     Returns
     -------
@@ -453,11 +531,14 @@ def verify(
     """
     from ucpstore.inspect.verify import verify_source
 
+    if mapping is not None and against is None:
+        raise PlanError("a mapping is what the other checkpoint is seen through: give against=.")
     rules = Patterns.of(patterns)
     checkpoint = open(url, format=format, tag=tag, patterns=rules, storage_options=storage_options)
     other = None
     if against is not None:
-        other = open(against, patterns=rules, storage_options=against_options).source
+        seen = open(against, patterns=rules, mapping=mapping, storage_options=against_options)
+        other = seen.source
     return verify_source(checkpoint.source, against=other)
 
 
@@ -466,12 +547,14 @@ def diff(
     right: Url,
     *,
     patterns: Rules | None = None,
+    mapping: NameMapping | None = None,
     left_options: Mapping[str, Any] | None = None,
     right_options: Mapping[str, Any] | None = None,
 ) -> Diff:
     """Compare two checkpoints of any format, bit by bit; equal digests settle without reading.
 
-    How parameters lie on ranks is not compared; ``patterns`` are for both sides.
+    How parameters lie on ranks is not compared; ``patterns`` are for both sides. ``left`` is seen through
+    ``mapping``.
 
     Returns
     -------
@@ -482,6 +565,6 @@ def diff(
 
     rules = Patterns.of(patterns)
     return diff_sources(
-        open(left, patterns=rules, storage_options=left_options).source,
+        open(left, patterns=rules, mapping=mapping, storage_options=left_options).source,
         open(right, patterns=rules, storage_options=right_options).source,
     )

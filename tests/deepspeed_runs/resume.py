@@ -30,7 +30,8 @@ class Request:
     """What to do: ``load`` is the folder to resume from; None trains from the start instead.
 
     The number of ranks, ZeRO stage, dtype and further ZeRO and other options are those of the resuming
-    run. ``save`` is where the engine saves before the further steps.
+    run. ``wrap`` names one of `renamed.WRAPS`, the model's other form. ``save`` is where the engine saves before
+    the further steps.
     """
 
     load: str | None
@@ -38,6 +39,7 @@ class Request:
     stage: int
     dtype: str
     further: int = 5
+    wrap: str = ""
     zero: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     save: str | None = None
@@ -68,6 +70,10 @@ class Request:
         from tests.deepspeed_runs.truth import record_truth
 
         model = build_model(case)
+        if self.wrap:
+            from tests.deepspeed_runs.renamed import WRAPS
+
+            model = WRAPS[self.wrap](model)
         if self.load is not None:
             _overwrite(model)
         if self.dtype == "fp16":
