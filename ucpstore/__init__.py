@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from ucpstore.errors import UcpStoreError
 
 if TYPE_CHECKING:
-    from ucpstore.api import abandon, convert, diff, open, plan, verify  # noqa: A004
+    from ucpstore.api import abandon, convert, diff, load, open, plan, verify  # noqa: A004
     from ucpstore.checkpoint import Checkpoint, LazyTensor, Parameter
     from ucpstore.engine.plan import Plan
     from ucpstore.engine.run import Report
     from ucpstore.layout.parallel import Layout
+    from ucpstore.rankstate import LocalTensor, RankState, Transfer
 
 __version__ = "0.1.0"
 
@@ -27,12 +28,16 @@ _HOME = {
     "Checkpoint": "ucpstore.checkpoint",
     "Layout": "ucpstore.layout.parallel",
     "LazyTensor": "ucpstore.checkpoint",
+    "LocalTensor": "ucpstore.rankstate",
     "Parameter": "ucpstore.checkpoint",
     "Plan": "ucpstore.engine.plan",
+    "RankState": "ucpstore.rankstate",
     "Report": "ucpstore.engine.run",
+    "Transfer": "ucpstore.rankstate",
     "abandon": "ucpstore.api",
     "convert": "ucpstore.api",
     "diff": "ucpstore.api",
+    "load": "ucpstore.api",
     "open": "ucpstore.api",
     "plan": "ucpstore.api",
     "verify": "ucpstore.api",
@@ -42,14 +47,18 @@ __all__ = [
     "Checkpoint",
     "Layout",
     "LazyTensor",
+    "LocalTensor",
     "Parameter",
     "Plan",
+    "RankState",
     "Report",
+    "Transfer",
     "UcpStoreError",
     "__version__",
     "abandon",
     "convert",
     "diff",
+    "load",
     "open",
     "plan",
     "verify",

@@ -298,7 +298,9 @@ def test_command_line(tmp_path: Path) -> None:
     plan = json.loads(done.stdout)
     validate(plan, "plan")
     info = plan["target"]["layout"]["ucp_info"]
-    held = sum(part[2] for rank in info["ranks"] for flat in rank["buffers"] for part in flat["parts"])
+    held = sum(
+        part[2] for rank in info["ranks"] for flat in rank["buffers"] for part in flat["parts"]
+    )
     assert held == 11063 + 211
     assert not (tmp_path / "c").exists()
     done = CliRunner().invoke(main, ["convert", *request, *layout])

@@ -21,7 +21,7 @@ from ucpstore.formats.deepspeed.ranks import (
 from ucpstore.formats.deepspeed.states import MASTER, name_and_role
 from ucpstore.formats.deepspeed.tpinfo import UNIVERSAL
 from ucpstore.formats.deepspeed.ucpinfo import Member, undeal
-from ucpstore.formats.torchwrite import Part, Tensor
+from ucpstore.gather import Part, Tensor
 from ucpstore.layout.parallel import Layout
 from ucpstore.layout.rules import Patterns
 from ucpstore.tagged import StubObject, TensorName, decode

@@ -28,7 +28,8 @@ from ucpstore.errors import (
 from ucpstore.formats.deepspeed.contents import content, files_of
 from ucpstore.formats.deepspeed.recipe import Recipe, make_recipe
 from ucpstore.formats.deepspeed.sameness import same_layout
-from ucpstore.formats.torchwrite import BLOCK, TorchWriter
+from ucpstore.formats.torchwrite import TorchWriter
+from ucpstore.gather import BLOCK
 from ucpstore.io.base import Files, FileStat, check_name
 from ucpstore.layout.parallel import Layout
 from ucpstore.layout.rules import Patterns
