@@ -42,7 +42,9 @@ def case_of(name: str) -> Case:
 
 
 def layout_of(case: Case, **changes: Any) -> Layout:
-    return Layout(**{"dp": case.dp, "tp": case.tp, "pp": case.pp, "zero_stage": case.stage, **changes})
+    return Layout(
+        **{"dp": case.dp, "tp": case.tp, "pp": case.pp, "zero_stage": case.stage, **changes}
+    )
 
 
 def torch_load(path: Path) -> Any:
@@ -223,9 +225,7 @@ def test_a_rank_reads_its_part_alone() -> None:
     before = traffic()
     moved = state.load()
     assert traffic().since(before).nbytes == moved.read_nbytes == moved.needed_nbytes
-    assert sum(spans(state)) == sum(
-        t.nbytes // t.dtype.itemsize for t in state.tensors
-    )
+    assert sum(spans(state)) == sum(t.nbytes // t.dtype.itemsize for t in state.tensors)
     whole = ucpstore.load(run.path, Layout(dp=1, zero_stage=3), 0).load()
     assert moved.needed_nbytes < whole.needed_nbytes / 3
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ucpstore.engine.plan import Plan
     from ucpstore.engine.run import Report
     from ucpstore.layout.parallel import Layout
+    from ucpstore.layout.rules import Patterns
     from ucpstore.rankstate import LocalTensor, RankState, Transfer
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ _HOME = {
     "LazyTensor": "ucpstore.checkpoint",
     "LocalTensor": "ucpstore.rankstate",
     "Parameter": "ucpstore.checkpoint",
+    "Patterns": "ucpstore.layout.rules",
     "Plan": "ucpstore.engine.plan",
     "RankState": "ucpstore.rankstate",
     "Report": "ucpstore.engine.run",
@@ -49,6 +51,7 @@ __all__ = [
     "LazyTensor",
     "LocalTensor",
     "Parameter",
+    "Patterns",
     "Plan",
     "RankState",
     "Report",

@@ -28,6 +28,7 @@ from ucpstore.io import open_files
 from ucpstore.io.base import Files
 from ucpstore.io.urls import parse_url
 from ucpstore.layout.parallel import Layout
+from ucpstore.layout.rules import Patterns
 
 if TYPE_CHECKING:
     from ucpstore.formats.deepspeed.writer import DeepSpeedTarget
@@ -42,6 +43,8 @@ DEFAULT_MEMORY_LIMIT = 2 << 30
 """Bytes that tasks in flight may need together, where the caller gives no limit."""
 
 Url = str | os.PathLike[str]
+Rules = Patterns | str | os.PathLike[str]
+"""Patterns, the path of a TOML or JSON file, or the name of a preset."""
 
 
 def formats() -> dict[str, Format]:
@@ -55,6 +58,7 @@ def open(  # noqa: A001
     *,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
+    patterns: Rules | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format as one lazy mapping. Reads metadata only.
@@ -67,6 +71,9 @@ def open(  # noqa: A001
         ``auto`` detects; ``ucpstore`` is our own store; else the name of an installed format.
     tag : str, optional
         Which checkpoint of a folder that holds several; by default the one that it calls the latest.
+    patterns : Patterns, path or str, optional
+        How parameters lie on tensor-parallel ranks, where the checkpoint does not say it or says it wrongly:
+        rules, a TOML or JSON file of them, or the name of a preset (`Patterns.presets`).
     storage_options : mapping, optional
         In fsspec's words.
 
@@ -82,16 +89,19 @@ def open(  # noqa: A001
         A pickle asks for something that only running its code could give.
     UncommittedError
         A conversion into this URL is not finished.
+    PatternError
+        No rule says how a parameter lies on tensor-parallel ranks, or it does not fit.
 
     Examples
     --------
     >>> checkpoint = ucpstore.open("run/checkpoints")                    # doctest: +SKIP
     >>> checkpoint["model.norm.weight"].fp32[:4]                         # doctest: +SKIP
     """
-    return Checkpoint(_open_source(open_files(os.fspath(url), storage_options), format, tag))
+    files = open_files(os.fspath(url), storage_options)
+    return Checkpoint(_open_source(files, format, tag, Patterns.of(patterns)))
 
 
-def _open_source(files: Files, name: str, tag: str | None) -> Source:
+def _open_source(files: Files, name: str, tag: str | None, patterns: Patterns) -> Source:
     """Detect the format (our own first) and open."""
     from ucpstore.store.source import StoreFormat
 
@@ -102,12 +112,12 @@ def _open_source(files: Files, name: str, tag: str | None) -> Source:
             raise NotFoundError(
                 f"no format {name!r}: installed are {', '.join(known)}.", format=name
             )
-        return known[name].open(files, tag=tag)
+        return known[name].open(files, tag=tag, patterns=patterns)
     seen = []
     for format_ in known.values():
         detection = format_.detect(files)
         if detection.matches:
-            return format_.open(files, tag=tag)
+            return format_.open(files, tag=tag, patterns=patterns)
         seen.append(f"{format_.name}: {detection.evidence}")
     if files.is_local and os.path.isfile(files.url):
         raise UnrecognizedSourceError(
@@ -138,13 +148,16 @@ class _Request:
     source_options: Mapping[str, Any] = field(repr=False)
     dest_options: Mapping[str, Any] = field(repr=False)
     layout: Layout | None = None
+    patterns: Patterns = field(default_factory=Patterns)
 
     def open(self, *, ranks: bool = False) -> tuple[Plan, Source, ZarrTarget | DeepSpeedTarget]:
         """Open the source, lay out the target and plan; reads metadata only.
 
         With ``ranks`` the plan of a native target lists which rank will hold which parts.
         """
-        source = _open_source(open_files(self.source, self.source_options), self.format, self.tag)
+        source = _open_source(
+            open_files(self.source, self.source_options), self.format, self.tag, self.patterns
+        )
         files = open_files(self.dest, self.dest_options)
         _refuse_inside(source, files)
         if self.layout is not None:
@@ -217,6 +230,7 @@ def plan(
     *,
     to: str = "zarr",
     layout: Layout | None = None,
+    patterns: Rules | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     states: Sequence[str] | None = None,
@@ -235,7 +249,7 @@ def plan(
     request = _request(
         source, dest, format, tag, states, only, exclude, source_options, dest_options
     )
-    request = _towards(request, to, layout)
+    request = replace(_towards(request, to, layout), patterns=Patterns.of(patterns))
     return request.open(ranks=True)[0]
 
 
@@ -305,6 +319,7 @@ def convert(
     *,
     to: str = "zarr",
     layout: Layout | None = None,
+    patterns: Rules | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     states: Sequence[str] | None = None,
@@ -332,10 +347,11 @@ def convert(
         URLs, as for `open`.
     to : str
         ``zarr``: our own store. ``deepspeed``: a native checkpoint that unmodified DeepSpeed loads.
+        Either way ``dest`` holds one checkpoint: those of a run are neither added to nor replaced.
     layout : Layout, optional
         Of the run that will load a native checkpoint. Where the source has it already, nothing is
         written, and the report's ``url`` is the source.
-    format, tag
+    patterns, format, tag
         As for `open`.
     states : sequence of str, optional
         Only these states; by default all that cannot be made again from others (16-bit copies of
@@ -382,7 +398,7 @@ def convert(
     request = _request(
         source, dest, format, tag, states, only, exclude, source_options, dest_options
     )
-    request = _towards(request, to, layout)
+    request = replace(_towards(request, to, layout), patterns=Patterns.of(patterns))
     found, opened, target = request.open()
     if _SAME_LAYOUT in found.warnings:
         return nothing_to_do(opened, found)
@@ -404,6 +420,7 @@ def load(
     into: Into | None = None,
     memory_limit: float | str | None = None,
     compare: bool = False,
+    patterns: Rules | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -427,6 +444,8 @@ def load(
         What reading into ``into`` may need besides it; 2 GiB by default.
     compare : bool
         Read every replica in the source and require that they are bit-equal.
+    patterns : Patterns, path or str, optional
+        As for `open`; in both layouts they come before what the checkpoint says itself.
     format, tag, storage_options
         As for `open`.
 
@@ -452,8 +471,9 @@ def load(
     from ucpstore.formats.deepspeed.recipe import make_recipe
     from ucpstore.rankstate import RankState
 
-    source = _open_source(open_files(os.fspath(url), storage_options), format, tag)
-    recipe = make_recipe(source, layout)
+    rules = Patterns.of(patterns)
+    source = _open_source(open_files(os.fspath(url), storage_options), format, tag, rules)
+    recipe = make_recipe(source, layout, rules)
     state = RankState(
         source,
         holdings(recipe, rank),
@@ -478,7 +498,7 @@ def abandon(dest: Url, *, storage_options: Mapping[str, Any] | None = None) -> s
     str or None
         Plan digest that held the claim; None where there was no open claim.
     """
-    from ucpstore.formats.deepspeed.writer import DeepSpeedLog
+    from ucpstore.formats.deepspeed.commit import DeepSpeedLog
     from ucpstore.store.protocol import CommitLog
 
     files = open_files(os.fspath(dest), storage_options)
@@ -490,6 +510,7 @@ def verify(
     url: Url,
     *,
     against: Url | None = None,
+    patterns: Rules | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -508,8 +529,11 @@ def verify(
     """
     from ucpstore.inspect.verify import verify_source
 
-    checkpoint = open(url, format=format, tag=tag, storage_options=storage_options)
-    other = open(against, storage_options=against_options).source if against is not None else None
+    rules = Patterns.of(patterns)
+    checkpoint = open(url, format=format, tag=tag, patterns=rules, storage_options=storage_options)
+    other = None
+    if against is not None:
+        other = open(against, patterns=rules, storage_options=against_options).source
     return verify_source(checkpoint.source, against=other)
 
 
@@ -517,10 +541,13 @@ def diff(
     left: Url,
     right: Url,
     *,
+    patterns: Rules | None = None,
     left_options: Mapping[str, Any] | None = None,
     right_options: Mapping[str, Any] | None = None,
 ) -> Diff:
     """Compare two checkpoints of any format, bit by bit; equal digests settle without reading.
+
+    How parameters lie on ranks is not compared; ``patterns`` are for both sides.
 
     Returns
     -------
@@ -529,7 +556,8 @@ def diff(
     """
     from ucpstore.inspect.diff import diff_sources
 
+    rules = Patterns.of(patterns)
     return diff_sources(
-        open(left, storage_options=left_options).source,
-        open(right, storage_options=right_options).source,
+        open(left, patterns=rules, storage_options=left_options).source,
+        open(right, patterns=rules, storage_options=right_options).source,
     )

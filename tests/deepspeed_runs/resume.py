@@ -20,7 +20,7 @@ from typing import Any
 from tests.deepspeed_runs.cache import Run, ask_trainer
 from tests.deepspeed_runs.cases import CASES, Case
 
-__all__ = ["Request", "continue_run", "resume_run"]
+__all__ = ["Request", "Resumed", "continue_run", "resume_run", "train_run"]
 
 SAMPLES = 6  # of a global batch: as many for each of 1, 2, 3 and 6 ranks
 
@@ -29,7 +29,8 @@ SAMPLES = 6  # of a global batch: as many for each of 1, 2, 3 and 6 ranks
 class Request:
     """What to do: ``load`` is the folder to resume from; None trains from the start instead.
 
-    The number of ranks, ZeRO stage, dtype and further ZeRO options are those of the resuming run.
+    The number of ranks, ZeRO stage, dtype and further ZeRO and other options are those of the resuming
+    run. ``save`` is where the engine saves before the further steps.
     """
 
     load: str | None
@@ -38,6 +39,8 @@ class Request:
     dtype: str
     further: int = 5
     zero: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    save: str | None = None
 
     @classmethod
     def from_json(cls, text: str) -> Request:
@@ -46,10 +49,14 @@ class Request:
     def case(self, case: Case) -> Case:
         """`case` with this run's layout."""
         zero = {**case.zero, **self.zero}
+        config = {**case.config, **self.config}
         layout: dict[str, Any] = {"world": self.world, "stage": self.stage, "dtype": self.dtype}
+        if self.dtype == "fp16":  # in the words of the scripts, an fp32 run with a section more
+            layout["dtype"] = "fp32"
+            config["fp16"] = {**config.get("fp16", {}), "enabled": True}
         if self.load is not None:
             layout["tp"] = 1  # converted checkpoints are not tensor-parallel
-        return replace(case, **layout, zero=zero)
+        return replace(case, **layout, zero=zero, config=config)
 
     def __call__(self, case: Case, folder: Path) -> None:
         """Be one rank of it."""
@@ -63,19 +70,26 @@ class Request:
         model = build_model(case)
         if self.load is not None:
             _overwrite(model)
+        if self.dtype == "fp16":
+            _let_cpus_compute_fp16()
         engine, scheduler = start_engine(model, case)
+        client: dict[str, Any] = {}
         if self.load is None:
             train_steps(engine, case, dist.get_rank())
         else:
             found, client = engine.load_checkpoint(self.load)
             if found is None:
                 raise RuntimeError(f"DeepSpeed found no checkpoint in {self.load}")
+        if self.load is not None or self.save is not None:
             plain = {k: v for k, v in client.items() if isinstance(v, int | str | float)}
             facts = {
                 "client_state": plain,
                 "scheduler": scheduler.state_dict() if scheduler is not None else None,
+                "scaler": _scaler(engine.optimizer),
             }
             record_truth(engine, case, folder, facts=facts, tensors={})
+        if self.save is not None:
+            engine.save_checkpoint(self.save)
         losses = []
         for step in range(self.further):
             loss = _step(engine, case, step)
@@ -102,6 +116,20 @@ def _overwrite(model: Any) -> None:
                 buffer.copy_(torch.randn_like(buffer))
             else:
                 buffer.zero_()
+
+
+def _scaler(optimizer: Any) -> dict[str, Any]:
+    """The live loss scaler of any of DeepSpeed's classes."""
+    found = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    plain = vars(found) if found is not None else {}
+    return {key: value for key, value in plain.items() if isinstance(value, int | float)}
+
+
+def _let_cpus_compute_fp16() -> None:
+    """DeepSpeed asks whether this CPU has instructions for fp16; torch computes it without, too."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
 
 
 def _step(engine: Any, case: Case, step: int) -> Any:
@@ -133,6 +161,16 @@ def resume_run(name: str, load: Path, folder: Path, **layout: Any) -> Resumed:
     ask_trainer(name, folder, json.dumps(asdict(request)))
     run = Run(case=request.case(CASES[name]), path=load, truth_path=folder)
     return Resumed(tuple(json.loads((folder / "losses.json").read_text())), run)
+
+
+def train_run(name: str, folder: Path, **layout: Any) -> Resumed:
+    """Train case `name` in another layout, save to ``folder/checkpoint``, and go on (see `Request`)."""
+    folder.mkdir()
+    request = Request(load=None, save=str(folder / "checkpoint"), **layout)
+    ask_trainer(name, folder / "truth", json.dumps(asdict(request)))
+    case, truth = request.case(CASES[name]), folder / "truth"
+    run = Run(case=case, path=folder / "checkpoint", truth_path=truth)
+    return Resumed(tuple(json.loads((truth / "losses.json").read_text())), run)
 
 
 @functools.cache

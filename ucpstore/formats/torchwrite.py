@@ -19,11 +19,11 @@ import xxhash
 
 from ucpstore.contracts import Source
 from ucpstore.dtypes import itemsize, numpy_dtype
-from ucpstore.formats._torch.pickling import Size, dump
+from ucpstore.formats._torch.pickling import Size, View, dump
 from ucpstore.gather import BLOCK, Tensor, fill
 from ucpstore.io.base import Sink
 
-__all__ = ["Size", "TorchWriter"]
+__all__ = ["BytesWriter", "Size", "TorchWriter", "View"]
 
 _ALIGNMENT = 64
 _U32 = 0xFFFFFFFF
@@ -170,6 +170,33 @@ class TorchWriter:
             out.write(record.descriptor(crc))
             crcs.append(crc)
         out.write(self._directory(crcs))
+        return out.digest()
+
+
+class BytesWriter:
+    """A small file of known content, written like the others.
+
+    Parameters
+    ----------
+    content : bytes
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self.nbytes = self.pickle_nbytes = len(content)
+        self.pickle_digest = xxhash.xxh3_128_hexdigest(content)
+        self.tensors: Sequence[Tensor] = ()
+
+    def write(self, source: Source, sink: Sink) -> int:
+        """Write everything to ``sink``; nothing comes from ``source``.
+
+        Returns
+        -------
+        int
+            xxh3-128 of the file.
+        """
+        out = _Hashed(sink)
+        out.write(self._content)
         return out.digest()
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ucpstore.contracts import Role
 from ucpstore.formats.deepspeed.contents import local_tensor, local_weight
+from ucpstore.formats.deepspeed.groups import native_states
 from ucpstore.formats.deepspeed.ranks import ModelRank, buffer_of
 from ucpstore.formats.deepspeed.recipe import Recipe
 from ucpstore.formats.deepspeed.states import MASTER
@@ -41,7 +42,8 @@ def _optimizer(recipe: Recipe, rank: ModelRank, dp: int) -> Iterator[Holding]:
     if recipe.layout.zero_stage == 0:
         for group in rank.groups:
             for member in group.members:
-                for state in (MASTER, *group.states.values()):
+                names = native_states(recipe.parameters[member.fqn])
+                for state in (MASTER, *names.values()):
                     local = recipe.slices.local(member.fqn, rank.tp)
                     tensor = local_tensor(member.fqn, state, local, _STATE)
                     role = recipe.parameters[member.fqn].states[state].role

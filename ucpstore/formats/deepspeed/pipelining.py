@@ -20,6 +20,7 @@ from ucpstore.layout.parallel import Layout
 __all__ = ["Pipeline", "is_pipeline", "make_pipeline"]
 
 TIED = "tied_modules."
+_METHODS = ("parameters", "uniform")
 _NAME = re.compile(r"(?P<prefix>(?P<layer>\d+)\.|tied_modules\.(?P<key>[^.]+)\.)(?P<local>.+)")
 
 
@@ -176,13 +177,12 @@ def make_pipeline(numels: Mapping[str, int], facts: object, layout: Layout) -> P
         Names are not a pipeline's, the layout contradicts the layers, or says too little.
     """
     known = _known(numels, facts)
-    uses, warnings = _uses(known, layout)
-    layers = _count(known, uses, layout, warnings)
+    uses = _uses(known, layout)
+    layers = _count(known, uses, layout)
     last = layers - 1
     # None stands for the last layer, whose number is known by now
     placed = {k: tuple(sorted({last if u is None else u for u in v})) for k, v in uses.items()}
-    bounds, more = _bounds(known, placed, layers, layout)
-    warnings += more
+    bounds, warnings = _bounds(known, placed, layers, layout)
     files = {layer: f"{layer}." for layer in known.own}
     for key, where in placed.items():
         shown = None if key in layout.uses else known.files.get(key)
@@ -199,10 +199,19 @@ def make_pipeline(numels: Mapping[str, int], facts: object, layout: Layout) -> P
         f"{TIED}{key}.": tuple(sorted({found.stage_of(layer) for layer in where}))
         for key, where in placed.items()
     }
+    kept = layout.pp == len(known.stages)
+    for key, layers_of in uses.items():
+        held = holders[f"{TIED}{key}."]
+        if None in layers_of and layout.pp > 1 and not (kept and known.held.get(key) == held):
+            told = listing([layer for layer in layers_of if layer is not None])
+            warnings.append(
+                f"the tied module {key!r} is taken to be used by layers {told} and the last one, as usual: no"
+                f" checkpoint tells where functions use one. If that is wrong, say tied={key}:..."
+            )
     return Pipeline(bounds, found.files, holders, tuple(warnings))
 
 
-def _uses(known: _Known, layout: Layout) -> tuple[dict[str, list[int | None]], list[str]]:
+def _uses(known: _Known, layout: Layout) -> dict[str, list[int | None]]:
     """Layers that use every tied module; None stands for the last one, whose number may not be known."""
     unknown = [key for key in layout.uses if key not in known.tied]
     if unknown:
@@ -212,7 +221,6 @@ def _uses(known: _Known, layout: Layout) -> tuple[dict[str, list[int | None]], l
             kind=Kind.NAME,
         )
     uses: dict[str, list[int | None]] = {}
-    warnings = []
     for key in known.tied:
         if key in layout.uses:
             uses[key] = list(layout.uses[key])
@@ -229,19 +237,12 @@ def _uses(known: _Known, layout: Layout) -> tuple[dict[str, list[int | None]], l
         at_end = len(known.stages) < 2 or end in known.held.get(key, (end,))
         if hidden or (len(files) < 2 and at_end):
             uses[key] = [*(files or [0]), None]
-            if layout.pp > 1:
-                warnings.append(
-                    f"the tied module {key!r} is taken to be used by layers {listing(files or [0])} and the last one,"
-                    f" as usual: no checkpoint tells where functions use one. If that is wrong, say tied={key}:..."
-                )
         else:
             uses[key] = list(files)
-    return uses, warnings
+    return uses
 
 
-def _count(
-    known: _Known, uses: Mapping[str, Sequence[int | None]], layout: Layout, warnings: list[str]
-) -> int:
+def _count(known: _Known, uses: Mapping[str, Sequence[int | None]], layout: Layout) -> int:
     """Number of layers; a head without a file is one more."""
     numbers = [*known.own, *(u for found in uses.values() for u in found if u is not None)]
     least = 1 + max(numbers, default=0)
@@ -273,24 +274,22 @@ def _bounds(
         if kept is not None:
             return kept, []
     if method is None:
-        method = "parameters"
-        if len(known.stages) > 1:
-            fits = [m for m in ("parameters", "uniform") if _made_by(known, uses, layers, m)]
-            method = fits[0] if fits else method
-            if not fits:
-                warnings.append(
-                    "neither partition method makes the stages of the source, so that of the target is not known:"
-                    " 'parameters' is taken. If that is wrong, say stages= or partition=."
-                )
-            elif method == "uniform":
-                warnings.append(
-                    "layers are spread evenly over the stages (partition=uniform), as in the source."
-                )
+        fits = [m for m in _METHODS if _made_by(known, uses, layers, m)]
+        method = fits[0] if fits else _METHODS[0]
+        other = _METHODS[1 - _METHODS.index(method)]
+        differ = _placed(known, uses, layers, layout.pp, method) != _placed(
+            known, uses, layers, layout.pp, other
+        )
+        if not fits or (differ and len(fits) > 1):
+            found = "both methods make" if fits else "neither method makes"
+            found = f"{found} the source's stages" if len(known.stages) > 1 else "nothing tells"
+            warnings.append(
+                f"layers are spread over the stages by partition={method}, DeepSpeed's default ({found}): if the model"
+                f" has another partition_method, its stages are others. Then say partition={other}, or stages=."
+            )
     bounds = _by_method(known, uses, layers, layout.pp, method)
     if layout.layers is None:
-        longer = [_by_method(known, uses, layers + n, layout.pp, method) for n in (1, 2, 3)]
-        held = {*known.own, *(layer for found in uses.values() for layer in found)} - {layers - 1}
-        stages = [[_stage(found, layer) for layer in sorted(held)] for found in (bounds, *longer)]
+        stages = [_placed(known, uses, layers + n, layout.pp, method) for n in range(4)]
         if any(other != stages[0] for other in stages):
             warnings.append(
                 f"the model is taken to have {layers} layers: no checkpoint tells how many functions follow the last"
@@ -315,8 +314,20 @@ def _by_method(
     return partition.balanced(weights, stages)
 
 
+def _placed(
+    known: _Known, uses: Mapping[str, Sequence[int]], layers: int, stages: int, method: str
+) -> list[int]:
+    """The stage of every layer with parameters; one that uses a tied module at the end is there anyway."""
+    bounds = _by_method(known, uses, layers, stages, method)
+    far = max(known.own, default=0)
+    tied = {layer for found in uses.values() for layer in found if layer < far}
+    return [_stage(bounds, layer) for layer in sorted({*known.own, *tied})]
+
+
 def _made_by(known: _Known, uses: Mapping[str, Sequence[int]], layers: int, method: str) -> bool:
     """Whether a method makes the source's stages, as far as these are known."""
+    if len(known.stages) < 2:
+        return True
     bounds = _by_method(known, uses, layers, len(known.stages), method)
     return all(
         _stage(bounds, layer) == stage for stage, own in enumerate(known.stages) for layer in own
@@ -325,7 +336,7 @@ def _made_by(known: _Known, uses: Mapping[str, Sequence[int]], layers: int, meth
 
 def _kept(known: _Known, uses: Mapping[str, Sequence[int]], layers: int) -> tuple[int, ...] | None:
     """The source's stages: any cut between the layers of two of them will do."""
-    for method in ("parameters", "uniform"):
+    for method in _METHODS:
         if _made_by(known, uses, layers, method) and _same_holders(known, uses, layers, method):
             return _by_method(known, uses, layers, len(known.stages), method)
     bounds = [0]

@@ -10,13 +10,15 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ucpstore.errors import PatternError
 from ucpstore.formats.deepspeed.ranks import Slices
-from ucpstore.layout.kinds import ShardNC
-from ucpstore.layout.local import Local
+from ucpstore.formats.deepspeed.universal import rules_of
+from ucpstore.layout.kinds import Pad, Partial, Replicate, Shard, ShardNC
+from ucpstore.layout.local import Local, local_tensors
 from ucpstore.layout.region import Region, row_major_strides
-from ucpstore.layout.rules import PrefixRegex
+from ucpstore.layout.rules import Patterns, PrefixRegex
 
-__all__ = ["UNIVERSAL", "universal_info"]
+__all__ = ["UNIVERSAL", "describe_slices", "describes", "universal_info"]
 
 UNIVERSAL = "universal_checkpoint_info"
 _AFFINE = "affine_map"
@@ -25,6 +27,7 @@ _PADDED = "padded_vocab_size"
 _AUTOTP = "autotp_unsupported_parameter_patterns"
 """Only AutoTP writes this; with it (from 0.19.8 on) an affine map of every parameter."""
 _AFFINE_VERSION = 1
+_VERSION = 0.4
 
 
 def universal_info(info: Mapping[str, Any], slices: Slices) -> dict[str, Any]:
@@ -40,12 +43,73 @@ def universal_info(info: Mapping[str, Any], slices: Slices) -> dict[str, Any]:
         found[_WIDTHS] = widths
     if _AFFINE in info or _AUTOTP in info:
         maps = {
-            f"^{re.escape(fqn)}$": _affine(held.shape, slices.all(fqn))
+            _exactly(fqn): _affine(held.shape, slices.all(fqn))
             for fqn, held in slices.held.items()
             if not any(local.padding for local in slices.all(fqn))
         }
         found[_AFFINE] = {"version": _AFFINE_VERSION, "params": maps}
     return found
+
+
+def describes(info: Mapping[str, Any], slices: Slices) -> bool:
+    """Whether who follows the lists puts the slices together to what they were cut from."""
+    if slices.degree == 1:
+        return True
+    try:
+        rules = rules_of(info, slices.degree)
+        refused = _matching(info.get(_AUTOTP) or (), slices.held)
+        return not refused and all(_fits(rules, fqn, slices.all(fqn)) for fqn in slices.held)
+    except PatternError:
+        return False
+
+
+def _fits(rules: Patterns, fqn: str, locals_: tuple[Local, ...]) -> bool:
+    rule = rules.find(fqn, len(locals_[0].shape))
+    if rule is None:
+        return False
+    held = rule.observed(fqn, [local.shape for local in locals_])
+    return local_tensors(held.shape, held.axes) == locals_
+
+
+def describe_slices(slices: Slices) -> dict[str, Any]:
+    """An entry made from nothing but the slices, as AutoTP makes its own: one exact pattern per parameter.
+
+    See ``collect_autotp_universal_checkpoint_info`` of ``module_inject/layers.py``.
+    """
+    lists: dict[str, list[str]] = {
+        "parameter_with_row_parallelism_patterns": [],
+        "tp_replicated_parameter_patterns": [],
+        "parameter_to_average_patterns": [],
+        "vocabulary_parameter_patterns": [],
+    }
+    fused = []
+    vocabulary: dict[str, int] = {}
+    for fqn, held in slices.held.items():
+        name = _exactly(fqn)
+        kind = held.axes[-1].pattern
+        if isinstance(kind, Replicate):
+            lists["tp_replicated_parameter_patterns"].append(name)
+        elif isinstance(kind, Partial):
+            lists["parameter_to_average_patterns"].append(name)
+        elif isinstance(kind, Shard) and kind.dim == 1:
+            lists["parameter_with_row_parallelism_patterns"].append(name)
+        elif isinstance(kind, ShardNC):
+            shape: list[Any] = list(held.shape)
+            shape[kind.dim] = kind.sizes(held.shape[kind.dim])
+            fused.append({"patterns": [name], "shape": shape, "partition_dim": kind.dim})
+        for axis in held.axes[:-1]:
+            if isinstance(axis.pattern, Pad) and axis.pattern.dim == 0:
+                lists["vocabulary_parameter_patterns"].append(name)
+                vocabulary = {
+                    "original_vocab_size": axis.pattern.true_size,
+                    _PADDED: held.shape[0],
+                }
+    found = {"universal_checkpoint_version": _VERSION, **lists, "parameter_with_sub_params": fused}
+    return universal_info({**found, _AUTOTP: {}, **vocabulary}, slices)
+
+
+def _exactly(fqn: str) -> str:
+    return f"^{re.escape(fqn)}$"
 
 
 def _matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
