@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from ucpstore.errors import UcpStoreError
 
 if TYPE_CHECKING:
-    from ucpstore.api import abandon, convert, diff, open, plan, verify  # noqa: A004
+    from ucpstore.api import abandon, convert, diff, load, open, plan, verify  # noqa: A004
     from ucpstore.checkpoint import Checkpoint, LazyTensor, Parameter
     from ucpstore.engine.plan import Plan
     from ucpstore.engine.run import Report
     from ucpstore.layout.parallel import Layout
     from ucpstore.layout.rules import Patterns
     from ucpstore.mapping import Mapping
+    from ucpstore.rankstate import LocalTensor, RankState, Transfer
 
 __version__ = "0.1.0"
 
@@ -30,13 +31,17 @@ _HOME = {
     "Layout": "ucpstore.layout.parallel",
     "LazyTensor": "ucpstore.checkpoint",
     "Mapping": "ucpstore.mapping",
+    "LocalTensor": "ucpstore.rankstate",
     "Parameter": "ucpstore.checkpoint",
     "Patterns": "ucpstore.layout.rules",
     "Plan": "ucpstore.engine.plan",
+    "RankState": "ucpstore.rankstate",
     "Report": "ucpstore.engine.run",
+    "Transfer": "ucpstore.rankstate",
     "abandon": "ucpstore.api",
     "convert": "ucpstore.api",
     "diff": "ucpstore.api",
+    "load": "ucpstore.api",
     "open": "ucpstore.api",
     "plan": "ucpstore.api",
     "verify": "ucpstore.api",
@@ -46,16 +51,20 @@ __all__ = [
     "Checkpoint",
     "Layout",
     "LazyTensor",
+    "LocalTensor",
     "Mapping",
     "Parameter",
     "Patterns",
     "Plan",
+    "RankState",
     "Report",
+    "Transfer",
     "UcpStoreError",
     "__version__",
     "abandon",
     "convert",
     "diff",
+    "load",
     "open",
     "plan",
     "verify",

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from ucpstore.inspect.diff import Diff
     from ucpstore.inspect.verify import Verification
     from ucpstore.mapping import Mapping as NameMapping
+    from ucpstore.rankstate import Into, RankState
     from ucpstore.store.target import ZarrTarget
 
-__all__ = ["abandon", "convert", "diff", "formats", "open", "plan", "verify"]
+__all__ = ["abandon", "convert", "diff", "formats", "load", "open", "plan", "verify"]
 
 DEFAULT_MEMORY_LIMIT = 2 << 30
 """Bytes that tasks in flight may need together, where the caller gives no limit."""
@@ -485,6 +486,82 @@ def convert(
         settings=Settings(threads=1, retries=retries),
         emit=on_event,
     )
+
+
+def load(
+    url: Url,
+    layout: Layout,
+    rank: int,
+    *,
+    into: Into | None = None,
+    memory_limit: float | str | None = None,
+    compare: bool = False,
+    patterns: Rules | None = None,
+    mapping: NameMapping | None = None,
+    format: str = "auto",  # noqa: A002
+    tag: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> RankState:
+    """What one rank of a run with another layout holds of a checkpoint, read by that rank alone.
+
+    Opens and lays out from metadata only. Tensors are read when asked for, or all at once into the
+    caller's own: parameter after parameter, each byte range once.
+
+    Parameters
+    ----------
+    url : str or path
+        A checkpoint of any format, as for `open`.
+    layout : Layout
+        Of the run that loads.
+    rank : int
+        Global rank in that run; see `Layout.coordinates`.
+    into : mapping of str to mapping of str to array, optional
+        Parameter -> state -> C-contiguous numpy array, or torch tensor on any device, to read into now.
+    memory_limit : number or str, optional, bytes
+        What reading into ``into`` may need besides it; 2 GiB by default.
+    compare : bool
+        Read every replica in the source and require that they are bit-equal.
+    patterns : Patterns, path or str, optional
+        As for `open`; in both layouts they come before what the checkpoint says itself.
+    mapping, format, tag, storage_options
+        As for `open`.
+
+    Returns
+    -------
+    RankState
+        ``fqn -> state -> LocalTensor``: the model's local weights (``weight``) and buffers, and the
+        optimizer's master weights and states, as flat ranges from ZeRO stage 1 on.
+
+    Raises
+    ------
+    PlanError
+        The layout is none that the checkpoint can have, or there is no such rank.
+    LayoutError
+        ``into`` does not fit; all differences are reported at once.
+
+    Examples
+    --------
+    >>> state = ucpstore.load("run/ckpt", Layout(dp=2, zero_stage=3), 1)   # doctest: +SKIP
+    >>> state["layers.0.mlp.weight"]["adam_m"].read()                      # doctest: +SKIP
+    """
+    from ucpstore.formats.deepspeed.holdings import holdings
+    from ucpstore.formats.deepspeed.recipe import make_recipe
+    from ucpstore.rankstate import RankState
+
+    view = _View(Patterns.of(patterns), _checked(mapping))
+    source = _open_source(open_files(os.fspath(url), storage_options), format, tag, view)
+    recipe = make_recipe(source, layout, view.patterns)
+    state = RankState(
+        source,
+        holdings(recipe, rank),
+        layout=recipe.layout,
+        rank=rank,
+        warnings=[*source.warnings, *recipe.warnings],
+    )
+    if into is not None:
+        limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else parse_bytes(memory_limit)
+        state.load(into, memory_limit=limit, compare=compare)
+    return state
 
 
 def abandon(dest: Url, *, storage_options: Mapping[str, Any] | None = None) -> str | None:

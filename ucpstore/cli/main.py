@@ -13,7 +13,7 @@ from ucpstore.cli.environment import environment
 from ucpstore.cli.mappings import mapping_option, preset_descriptions, read_mapping
 from ucpstore.cli.output import EXIT_FINDINGS, Output, options
 from ucpstore.cli.progress import Progress
-from ucpstore.engine.sizes import format_bytes
+from ucpstore.engine.sizes import format_bytes, parse_bytes
 from ucpstore.errors import ParameterNotFoundError
 from ucpstore.layout.parallel import Layout
 from ucpstore.text import printable
@@ -355,6 +355,73 @@ def convert(
     for text in report.warnings:
         output.note(f"warning: {text}")
     output.data(report.summary())
+
+
+@main.command()
+@click.argument("url")
+@click.option(
+    "--layout",
+    required=True,
+    metavar="NAME=N,...",
+    help="Of the run that would load URL: dp=2,zero_stage=3.",
+)
+@click.option("--rank", type=click.IntRange(min=0), required=True, help="Global rank in that run.")
+@click.option("--memory-limit", metavar="BYTES", help="For blocks in flight, such as 64MB.")
+@click.option("--compare", is_flag=True, help="Read every replica and require equal bits.")
+@_patterns
+@_mapping
+@_format
+@_tag
+@options
+def load(
+    url: str,
+    *,
+    layout: str,
+    rank: int,
+    memory_limit: str | None,
+    compare: bool,
+    patterns: str | None,
+    mappings: Sequence[str],
+    format_: str,
+    tag: str | None,
+    output: Output,
+) -> None:
+    """Read what one rank would hold of URL in another layout, drop it, and say what that took."""
+    state = api.load(
+        url,
+        Layout.parse(layout),
+        rank,
+        patterns=patterns,
+        mapping=read_mapping(mappings),
+        format=format_,
+        tag=tag,
+        storage_options=output.storage_options,
+    )
+    for text in state.warnings:
+        output.note(f"warning: {text}")
+    limit = None if memory_limit is None else parse_bytes(memory_limit)
+    moved = state.load(memory_limit=limit, compare=compare)
+    if output.as_json:
+        output.json(
+            {
+                "url": url,
+                "layout": state.layout.to_json(),
+                "rank": rank,
+                "coordinates": dict(zip(("pp", "dp", "tp"), state.coordinates, strict=True)),
+                **moved.to_json(),
+                "tensors": [tensor.to_json() for tensor in state.tensors],
+            }
+        )
+        return
+    pp, dp, tp = state.coordinates
+    output.data(f"rank     {rank}: pipeline stage {pp}, ZeRO rank {dp}, tensor-parallel rank {tp}")
+    output.data(f"holds    {moved.tensor_count} tensors of {len(state)} parameters")
+    output.data(f"bytes    {format_bytes(moved.held_nbytes)} held")
+    output.data(f"needed   {format_bytes(moved.needed_nbytes)} of the source")
+    output.data(
+        f"read     {format_bytes(moved.read_nbytes)} in {moved.requests} reads"
+        f" ({moved.amplification:.2f}x of what is needed)"
+    )
 
 
 @main.command()

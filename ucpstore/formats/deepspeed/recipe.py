@@ -29,7 +29,7 @@ from ucpstore.formats.deepspeed.wrapper import (
     UNFUSED,
     engine_class,
 )
-from ucpstore.formats.torchwrite import Part, Tensor
+from ucpstore.gather import Part, Tensor
 from ucpstore.layout.parallel import Layout
 from ucpstore.layout.rules import Patterns
 from ucpstore.tagged import StubObject, TensorName, decode
