@@ -127,7 +127,10 @@ def check_sources(sources: Sequence[Source], patterns: Patterns) -> PatternCheck
 
 def _idle(patterns: Patterns, names: Sequence[tuple[str, int]]) -> Iterable[CheckFinding]:
     """Rules that decide nothing."""
-    for idle in patterns.unused(names):
+    used = {id(patterns.find(name, ndim)) for name, ndim in names}
+    for idle in patterns.rules:
+        if id(idle) in used:
+            continue
         taken = [(name, ndim) for name, ndim in names if idle.matches(name, ndim)]
         if not taken:
             said = f"the rule ({idle.tp}) matches no parameter of the checkpoint."

@@ -64,8 +64,10 @@ class Joint:
         States of equal members that hold more than one value.
     partly : bool
         Some member is the same on some ranks only.
-    drift : str
-        Where one member differs.
+    differs, drift : str
+        The state that tells ranks apart, and how far apart they are.
+    close : bool
+        They differ by little everywhere.
     states : tuple of str
     """
 
@@ -73,7 +75,9 @@ class Joint:
     differ: int
     informative: tuple[str, ...]
     partly: tuple[tuple[int, ...], ...]
+    differs: str
     drift: str
+    close: bool
     states: tuple[str, ...]
 
     @classmethod
@@ -81,20 +85,21 @@ class Joint:
         """Sum up the members."""
         differ = {name: one for name, one in contents.items() if not one.equal}
         partly = next((one.classes for one in contents.values() if one.partly), ())
+        first = next(iter(differ.items()), None)
         drift = ""
-        for name, one in differ.items():
-            size = "" if one.max_abs is None else f", by up to {one.max_abs:.3g}"
-            drift = f"{one.differs or 'shape'}{size}"
-            if len(contents) > 1:
-                drift += f", such as in {name}"
-            break
+        if first is not None and first[1].max_abs is not None:
+            drift = (
+                f"by up to {first[1].max_abs:.3g} in the first block that differs, of {first[0]}"
+            )
         equal = [one for one in contents.values() if one.equal]
         return cls(
             len(equal),
             len(differ),
             tuple(dict.fromkeys(state for one in equal for state in one.informative)),
             partly,
+            "" if first is None else first[1].differs,
             drift,
+            bool(differ) and all(one.close for one in differ.values()),
             tuple(dict.fromkeys(state for one in contents.values() for state in one.states)),
         )
 
@@ -289,17 +294,18 @@ class Decider:
     # Shapes are the same, contents differ: cut, or copies that drifted.
 
     def _cut(self, group: Group, joint: Joint) -> Verdict:
-        evidence = [f"ranks differ ({joint.drift})"]
-        weight = self._weight(group)
+        evidence = [f"ranks differ in {joint.differs}"]
+        name, weight = group.hint, self._weight(group)
         dims = range(group.ndim)
         drifted = (Replicate("first"), Partial())
-        copies = group.hint is not None and group.hint.replicated
-        if not group.ndim or copies or (weight is not None and _row(weight)):
-            evidence += [group.hint.words] if copies and group.hint is not None else []
-            evidence += (
-                ["its weight is cut along dim 1"] if weight is not None and _row(weight) else []
-            )
-            asked = "Did the copies drift apart: does the first one count, or the mean?"
+        copies = name is not None and name.replicated
+        row = weight is not None and _row(weight)
+        if not group.ndim or copies or row or joint.close:
+            evidence += [joint.drift] if joint.drift else []
+            evidence += ["that is little beside the values"] if joint.close else []
+            evidence += [name.words] if name is not None else []
+            evidence += ["its weight is cut along dim 1"] if row else []
+            asked = "Did copies drift apart: does the first one count, or the mean? Or is it cut?"
             return self._ask(group, evidence, (*drifted, *map(Shard, dims)), asked)
         votes = self._votes(group)
         evidence += [words for _, words in votes]

@@ -170,10 +170,11 @@ def infer_sources(sources: Sequence[Source], *, known: Patterns | None = None) -
     sources : sequence of Source
         One for every tensor-parallel rank, in rank order, with that rank's local tensors.
     known : Patterns, optional
-        Rules in force, such as those that the checkpoint records.
+        Rules in force, such as those that the checkpoint records. One for every name (``**``) is a default and
+        no knowledge.
     """
     views = RankViews(sources)
-    rules = known or Patterns()
+    rules = Patterns(tuple(rule for rule in (known or Patterns()).rules if not _is_default(rule)))
     open_ = [name for name in views.names if rules.find(name, views.ndim(name)) is None]
     found: list[Proposal] = []
     if views.degree > 1:
@@ -182,6 +183,11 @@ def infer_sources(sources: Sequence[Source], *, known: Patterns | None = None) -
         kept = [(group.only(wanted), verdict) for group, verdict in decided]
         found = proposals(views, [(group, verdict) for group, verdict in kept if group.members])
     return Inference(views.url, views.degree, len(views.names) - len(open_), tuple(found))
+
+
+def _is_default(rule: Rule) -> bool:
+    """Whether the rule is for all that no other rule is for, as that of DeepSpeed's converter."""
+    return any(one.text == "**" for one in rule.match)
 
 
 def proposals(views: RankViews, decided: Iterable[tuple[Group, Verdict]]) -> list[Proposal]:

@@ -18,6 +18,8 @@ from ucpstore.layout.region import Region
 __all__ = ["Contents", "Difference", "RankViews"]
 
 _Shape = tuple[int, ...]
+_CLOSE = 0.25
+"""Independent values differ by as much as they are large; copies that drifted apart by far less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Contents:
         The first state that tells ranks apart.
     max_abs : float, optional
         Largest absolute difference to the first rank in the block that tells them apart.
+    close : bool
+        That is small beside the values, as of copies that drifted apart.
     """
 
     states: tuple[str, ...]
@@ -44,6 +48,7 @@ class Contents:
     informative: tuple[str, ...] = ()
     differs: str = ""
     max_abs: float | None = None
+    close: bool = False
 
     @property
     def equal(self) -> bool:
@@ -145,19 +150,27 @@ class RankViews:
         """Compare all ranks' bits; reads until they are told apart, a block at a time."""
         ranks = [rank for rank, spec in enumerate(self._specs(fqn)) if spec is not None]
         classes = [tuple(ranks)]
-        informative, differs, max_abs = [], "", None
+        informative, differs = [], ""
+        apart: _Comparison | None = None
         states = self._states(fqn)
         for name, specs in states.items():
             by_rank = dict(zip(ranks, specs, strict=True))
             found = _Comparison(self._sources, fqn, by_rank)
             before, classes = classes, [c for group in classes for c in found.split(group)]
             if len(classes) > len(before) and not differs:
-                differs, max_abs = name, found.max_abs
+                differs, apart = name, found
             if found.informative:
                 informative.append(name)
             if len(classes) == len(ranks):
                 break
-        return Contents(tuple(states), tuple(classes), tuple(informative), differs, max_abs)
+        return Contents(
+            tuple(states),
+            tuple(classes),
+            tuple(informative),
+            differs,
+            None if apart is None else apart.max_abs,
+            apart is not None and apart.close,
+        )
 
     def differences(self, fqn: str) -> list[Difference]:
         """Where the ranks' copies differ from the first rank's: every state, read to the end."""
@@ -194,6 +207,12 @@ class _Comparison:
         self._sources, self._fqn, self._specs = sources, fqn, specs
         self.informative = False
         self.max_abs: float | None = None
+        self._scale = 0.0
+
+    @property
+    def close(self) -> bool:
+        """Whether differences are small beside the values."""
+        return self.max_abs is not None and self.max_abs <= _CLOSE * self._scale
 
     def split(self, group: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The classes of equal bits among ranks that were equal so far."""
@@ -236,6 +255,9 @@ class _Comparison:
                 return
         if held:
             self.max_abs = _max_abs(held[0][0], values, self.max_abs)
+            zeros = np.zeros_like(values)
+            for one in (held[0][0], values):
+                self._scale = _max_abs(one, zeros, self._scale) or 0.0
         held.append((values, words, [rank]))
 
 
