@@ -11,6 +11,7 @@ import click
 from ucpstore import __version__, api
 from ucpstore.cli.environment import environment
 from ucpstore.cli.output import EXIT_FINDINGS, Output, options
+from ucpstore.cli.patterns import patterns
 from ucpstore.cli.progress import Progress
 from ucpstore.engine.sizes import format_bytes
 from ucpstore.errors import ParameterNotFoundError
@@ -32,6 +33,9 @@ def main() -> None:
     3 source, pattern, layout or plan, 4 storage or workers, 5 integrity, 70 a bug, 130 interrupted (run
     again to continue), 141 nobody reads the output.
     """
+
+
+main.add_command(patterns)
 
 
 def _selection(command: Any) -> Any:

@@ -14,7 +14,7 @@ from ucpstore.layout.patterns import Replicate
 from ucpstore.layout.rules import Patterns, Rule
 from ucpstore.text import printable
 
-__all__ = ["CheckFinding", "PatternCheck", "check_sources", "rule_words"]
+__all__ = ["CheckFinding", "PatternCheck", "check_sources", "is_default", "rule_words"]
 
 VERSION = "1.0"
 Problem = Literal["unmatched", "unused", "shadowed", "missing", "shape", "replicas_differ"]
@@ -128,8 +128,10 @@ def check_sources(sources: Sequence[Source], patterns: Patterns) -> PatternCheck
 def _idle(patterns: Patterns, names: Sequence[tuple[str, int]]) -> Iterable[CheckFinding]:
     """Rules that decide nothing."""
     used = {id(patterns.find(name, ndim)) for name, ndim in names}
+    presets = {rule.origin for rule in patterns.rules if id(rule) in used and _of_preset(rule)}
     for idle in patterns.rules:
-        if id(idle) in used:
+        # A preset is for several models, and a default need not be needed.
+        if id(idle) in used or idle.origin in presets or is_default(idle):
             continue
         taken = [(name, ndim) for name, ndim in names if idle.matches(name, ndim)]
         if not taken:
@@ -141,6 +143,15 @@ def _idle(patterns: Patterns, names: Sequence[tuple[str, int]]) -> Iterable[Chec
         by = "" if first is None else f", {name!r} by {rule_words(first)} ({first.tp})"
         said = f"the rule ({idle.tp}) decides nothing: earlier rules take all {len(taken)} names that it matches{by}."
         yield CheckFinding("shadowed", rule_words(idle), said)
+
+
+def _of_preset(rule: Rule) -> bool:
+    return rule.origin.startswith("preset ")
+
+
+def is_default(rule: Rule) -> bool:
+    """Whether the rule is for all that no other rule is for, as that of DeepSpeed's converter."""
+    return any(one.text == "**" for one in rule.match)
 
 
 def _problem(views: RankViews, name: str, rule: Rule | None) -> CheckFinding | None:

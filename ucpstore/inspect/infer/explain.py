@@ -81,19 +81,23 @@ class ParameterExplanation:
             "problem": self.problem,
         }
 
+    def _held(self) -> str:
+        sizes = [_size(shape) for shape in self.shapes]
+        return f"{len(sizes)} x {sizes[0]}" if len(set(sizes)) == 1 else " ".join(sizes)
+
+    def row(self) -> tuple[str, ...]:
+        """As a line of a table: name, pattern, confidence, origin, local shapes, whole shape."""
+        whole = "not known" if self.whole is None else _size(self.whole)
+        pattern = str(self.pattern or "open")
+        return self.fqn, pattern, self.confidence, self.origin, self._held(), whole
+
     def words(self) -> list[str]:
         """As lines of text."""
-        local = {_size(shape) for shape in self.shapes}
-        held = (
-            f"{len(self.shapes)} x {local.pop()}"
-            if len(local) == 1
-            else " ".join(map(_size, self.shapes))
-        )
         lines = [
             self.fqn,
             f"  pattern     {self.pattern or 'open'} ({self.confidence})",
             f"  origin      {self.origin}" + (f": {rule_words(self.rule)}" if self.rule else ""),
-            f"  ranks hold  {held}",
+            f"  ranks hold  {self._held()}",
             f"  whole       {'not known' if self.whole is None else _size(self.whole)}",
         ]
         if self.inferred is not None:

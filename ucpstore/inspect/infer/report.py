@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ucpstore.contracts import Source
+from ucpstore.inspect.infer.check import is_default
 from ucpstore.inspect.infer.conventions import Name
 from ucpstore.inspect.infer.decide import Confidence, Decider, Verdict
 from ucpstore.inspect.infer.grouping import Group
@@ -174,7 +175,7 @@ def infer_sources(sources: Sequence[Source], *, known: Patterns | None = None) -
         no knowledge.
     """
     views = RankViews(sources)
-    rules = Patterns(tuple(rule for rule in (known or Patterns()).rules if not _is_default(rule)))
+    rules = Patterns(tuple(rule for rule in (known or Patterns()).rules if not is_default(rule)))
     open_ = [name for name in views.names if rules.find(name, views.ndim(name)) is None]
     found: list[Proposal] = []
     if views.degree > 1:
@@ -183,11 +184,6 @@ def infer_sources(sources: Sequence[Source], *, known: Patterns | None = None) -
         kept = [(group.only(wanted), verdict) for group, verdict in decided]
         found = proposals(views, [(group, verdict) for group, verdict in kept if group.members])
     return Inference(views.url, views.degree, len(views.names) - len(open_), tuple(found))
-
-
-def _is_default(rule: Rule) -> bool:
-    """Whether the rule is for all that no other rule is for, as that of DeepSpeed's converter."""
-    return any(one.text == "**" for one in rule.match)
 
 
 def proposals(views: RankViews, decided: Iterable[tuple[Group, Verdict]]) -> list[Proposal]:
