@@ -321,6 +321,7 @@ class Decider:
             return fused
         support = self._plain(group, dim)
         sure = len(votes) > 1 and bool(support)
+        sure = sure and (weight is None or weight.confidence == "certain")
         return Verdict(Shard(dim), "certain" if sure else "likely", (*evidence, *support))
 
     def _votes(self, group: Group) -> list[tuple[int, str]]:
@@ -373,6 +374,7 @@ class Decider:
             return Verdict(Replicate(), sure, (*evidence, name.words))
         if weight is not None and (_row(weight) or isinstance(weight.pattern, Replicate)):
             words = "its weight is cut along dim 1" if _row(weight) else "its weight is replicated"
+            sure = sure if weight.confidence == "certain" else "likely"
             return Verdict(Replicate(), sure, (*evidence, words))
         if name is not None and name.name is not Name.VOCABULARY:
             return self._same_but_cut(group, joint, evidence, weight)
