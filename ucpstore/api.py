@@ -69,6 +69,7 @@ def open(  # noqa: A001
     *,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
+    patterns: Rules | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format as one lazy mapping. Reads metadata only.
@@ -81,6 +82,9 @@ def open(  # noqa: A001
         ``auto`` detects; ``ucpstore`` is our own store; else the name of an installed format.
     tag : str, optional
         Which checkpoint of a folder that holds several; by default the one that it calls the latest.
+    patterns : Patterns, path or str, optional
+        How parameters lie on tensor-parallel ranks, where the checkpoint does not say it or says it wrongly:
+        rules, a TOML or JSON file of them, or the name of a preset (`Patterns.presets`).
     storage_options : mapping, optional
         In fsspec's words.
 
@@ -96,18 +100,21 @@ def open(  # noqa: A001
         A pickle asks for something that only running its code could give.
     UncommittedError
         A conversion into this URL is not finished.
+    PatternError
+        No rule says how a parameter lies on tensor-parallel ranks, or it does not fit.
 
     Examples
     --------
     >>> checkpoint = ucpstore.open("run/checkpoints")                    # doctest: +SKIP
     >>> checkpoint["model.norm.weight"].fp32[:4]                         # doctest: +SKIP
     """
-    return Checkpoint(_open_source(open_files(os.fspath(url), storage_options), format, tag))
+    files = open_files(os.fspath(url), storage_options)
+    return Checkpoint(_open_source(files, format, tag, Patterns.of(patterns)))
 
 
-def _open_source(files: Files, name: str, tag: str | None) -> Source:
+def _open_source(files: Files, name: str, tag: str | None, patterns: Patterns) -> Source:
     """Detect the format (our own first) and open."""
-    return _format_of(files, name).open(files, tag=tag)
+    return _format_of(files, name).open(files, tag=tag, patterns=patterns)
 
 
 def _format_of(files: Files, name: str) -> Format:
@@ -157,13 +164,16 @@ class _Request:
     source_options: Mapping[str, Any] = field(repr=False)
     dest_options: Mapping[str, Any] = field(repr=False)
     layout: Layout | None = None
+    patterns: Patterns = field(default_factory=Patterns)
 
     def open(self, *, ranks: bool = False) -> tuple[Plan, Source, ZarrTarget | DeepSpeedTarget]:
         """Open the source, lay out the target and plan; reads metadata only.
 
         With ``ranks`` the plan of a native target lists which rank will hold which parts.
         """
-        source = _open_source(open_files(self.source, self.source_options), self.format, self.tag)
+        source = _open_source(
+            open_files(self.source, self.source_options), self.format, self.tag, self.patterns
+        )
         files = open_files(self.dest, self.dest_options)
         _refuse_inside(source, files)
         if self.layout is not None:
@@ -236,6 +246,7 @@ def plan(
     *,
     to: str = "zarr",
     layout: Layout | None = None,
+    patterns: Rules | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     states: Sequence[str] | None = None,
@@ -254,7 +265,7 @@ def plan(
     request = _request(
         source, dest, format, tag, states, only, exclude, source_options, dest_options
     )
-    request = _towards(request, to, layout)
+    request = replace(_towards(request, to, layout), patterns=Patterns.of(patterns))
     return request.open(ranks=True)[0]
 
 
@@ -324,6 +335,7 @@ def convert(
     *,
     to: str = "zarr",
     layout: Layout | None = None,
+    patterns: Rules | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     states: Sequence[str] | None = None,
@@ -354,7 +366,7 @@ def convert(
     layout : Layout, optional
         Of the run that will load a native checkpoint. Where the source has it already, nothing is
         written, and the report's ``url`` is the source.
-    format, tag
+    patterns, format, tag
         As for `open`.
     states : sequence of str, optional
         Only these states; by default all that cannot be made again from others (16-bit copies of
@@ -401,7 +413,7 @@ def convert(
     request = _request(
         source, dest, format, tag, states, only, exclude, source_options, dest_options
     )
-    request = _towards(request, to, layout)
+    request = replace(_towards(request, to, layout), patterns=Patterns.of(patterns))
     found, opened, target = request.open()
     if _SAME_LAYOUT in found.warnings:
         return nothing_to_do(opened, found)
@@ -438,6 +450,7 @@ def verify(
     url: Url,
     *,
     against: Url | None = None,
+    patterns: Rules | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -456,8 +469,11 @@ def verify(
     """
     from ucpstore.inspect.verify import verify_source
 
-    checkpoint = open(url, format=format, tag=tag, storage_options=storage_options)
-    other = open(against, storage_options=against_options).source if against is not None else None
+    rules = Patterns.of(patterns)
+    checkpoint = open(url, format=format, tag=tag, patterns=rules, storage_options=storage_options)
+    other = None
+    if against is not None:
+        other = open(against, patterns=rules, storage_options=against_options).source
     return verify_source(checkpoint.source, against=other)
 
 
@@ -465,10 +481,13 @@ def diff(
     left: Url,
     right: Url,
     *,
+    patterns: Rules | None = None,
     left_options: Mapping[str, Any] | None = None,
     right_options: Mapping[str, Any] | None = None,
 ) -> Diff:
     """Compare two checkpoints of any format, bit by bit; equal digests settle without reading.
+
+    How parameters lie on ranks is not compared; ``patterns`` are for both sides.
 
     Returns
     -------
@@ -477,9 +496,10 @@ def diff(
     """
     from ucpstore.inspect.diff import diff_sources
 
+    rules = Patterns.of(patterns)
     return diff_sources(
-        open(left, storage_options=left_options).source,
-        open(right, storage_options=right_options).source,
+        open(left, patterns=rules, storage_options=left_options).source,
+        open(right, patterns=rules, storage_options=right_options).source,
     )
 
 

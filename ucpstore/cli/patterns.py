@@ -38,8 +38,8 @@ def _checkpoint(command: Any) -> Any:
 _known = click.option(
     "--patterns",
     "known",
-    metavar="RULES",
-    help="Rules that are known: a TOML or JSON file, or the name of a preset.",
+    metavar="FILE|PRESET",
+    help="Rules that are known: a TOML or JSON file, or a preset.",
 )
 
 

@@ -194,21 +194,29 @@ class Rule:
         PatternError
             The rule does not fit.
         """
-        axis = Axis(AXIS, degree, _on(self.tp, degree))
-        if self.pad is None:
-            return Held(shape, (axis,))
-        if self.pad.dim >= len(shape) or shape[self.pad.dim] != self.pad.true_size:
+        tp, pad = _on(self.tp, degree), self.pad
+        axes: tuple[Axis, ...] = (Axis(AXIS, degree, tp),)
+        if pad is not None:
+            if pad.dim >= len(shape) or shape[pad.dim] != pad.true_size:
+                raise PatternError(
+                    f"the rule of {fqn!r} pads dim {pad.dim} of {pad.true_size} indices, but the shape is"
+                    f" {list(shape)}.",
+                    kind=Kind.SHAPE,
+                    fqn=fqn,
+                )
+            size = pad.padded(fqn, degree)
+            if size > pad.true_size:
+                shape = (*shape[: pad.dim], size, *shape[pad.dim + 1 :])
+                axes = (Axis("pad", 1, Pad(pad.dim, pad.true_size)), *axes)
+        try:
+            tp.split(shape, degree)
+        except PatternError as error:
             raise PatternError(
-                f"the rule of {fqn!r} pads dim {self.pad.dim} of {self.pad.true_size} indices, but the shape is"
-                f" {list(shape)}.",
-                kind=Kind.SHAPE,
+                f"{fqn!r} on {degree} tensor-parallel ranks: {error.message}",
+                kind=error.kind,
                 fqn=fqn,
-            )
-        size = self.pad.padded(fqn, degree)
-        padded = (*shape[: self.pad.dim], size, *shape[self.pad.dim + 1 :])
-        if size == self.pad.true_size:
-            return Held(shape, (axis,))
-        return Held(padded, (Axis("pad", 1, Pad(self.pad.dim, self.pad.true_size)), axis))
+            ) from error
+        return Held(shape, axes)
 
     def observed(self, fqn: str, shapes: Sequence[_Shape]) -> Held:
         """What the ranks hold together, by the shapes of their local tensors, in rank order.

@@ -37,22 +37,20 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib import resources
+from dataclasses import dataclass, field
 from typing import Any
 
-from ucpstore.errors import Kind, PatternError, close_names, listing
+from ucpstore.errors import Kind, PatternError, listing
 from ucpstore.layout.geometry import Geometry
 from ucpstore.layout.matching import PrefixRegex
 from ucpstore.layout.names import Template
 from ucpstore.layout.patterns import Axis, Replicate
+from ucpstore.layout.presets import ORIGIN, preset_document, preset_names
 from ucpstore.layout.rule import AXIS, Held, Padding, Rule, United, rule_from_json
 
 __all__ = ["Held", "Padding", "Patterns", "PrefixRegex", "Rule", "United"]
 
 VERSION = "1.0"
-_PRESETS = "presets"
-_OF_PRESET = "preset "
 _Shape = tuple[int, ...]
 _Matcher = Template | PrefixRegex
 
@@ -150,7 +148,7 @@ class Patterns:
             f"the rule for {listing([str(one) for one in rule.match], cap=3)} ({rule.tp}) is for no parameter of the"
             " checkpoint."
             for rule in unused
-            if not (rule.origin.startswith(_OF_PRESET) and rule.origin in origins)
+            if not (rule.origin.startswith(ORIGIN) and rule.origin in origins)
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -224,31 +222,24 @@ class Patterns:
 
     @classmethod
     def preset(cls, name: str) -> Patterns:
-        """Rules that come with the package, for a family of models; see `presets`.
+        """Rules that come with the package, for a family of models; see `ucpstore.layout.presets`.
+
+        Parameters
+        ----------
+        name : str
+            One of `presets`, with the values of its variables: ``hf-phi3,group=4``.
 
         Raises
         ------
         PatternError
-            There is none of this name.
+            There is none of this name, or a variable lacks a value.
         """
-        known = cls.presets()
-        if name not in known:
-            raise PatternError(
-                f"no preset of patterns is called {name!r}: there are {', '.join(known)}.",
-                kind=Kind.NOT_FOUND,
-                hint=close_names(name, known),
-            )
-        folder = resources.files("ucpstore.layout") / _PRESETS
-        found = cls.parse((folder / f"{name}.toml").read_text(encoding="utf-8"))
-        origin = f"{_OF_PRESET}{name}"
-        return cls(tuple(replace(rule, origin=origin) for rule in found.rules))
+        return cls.from_json(preset_document(name))
 
     @staticmethod
-    def presets() -> list[str]:
+    def presets() -> tuple[str, ...]:
         """Names of all presets."""
-        folder = resources.files("ucpstore.layout") / _PRESETS
-        names = (entry.name for entry in folder.iterdir())
-        return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+        return preset_names()
 
     @classmethod
     def of(cls, value: Patterns | str | os.PathLike[str] | None) -> Patterns:
