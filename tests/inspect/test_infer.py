@@ -192,6 +192,39 @@ def test_swiglu_is_not_joined_plainly(bias: bool) -> None:
     assert not infer(plain, 4).questions
 
 
+def megatron(**more: Any) -> dict[str, Any]:
+    """A pipeline stage of Megatron-DeepSpeed."""
+    at = "3."
+    truth = {
+        f"{at}input_layernorm.weight": (states((5,), rng()), Replicate()),
+        f"{at}self_attention.query_key_value.weight": (states((18, 5), rng()), Shard(0)),
+        f"{at}self_attention.query_key_value.bias": (states((18,), rng()), Shard(0)),
+        f"{at}self_attention.dense.weight": (states((5, 6), rng()), Shard(1)),
+        f"{at}mlp.dense_4h_to_h.weight": (states((5, 8), rng()), Shard(1)),
+    }
+    return {**truth, **{f"{at}{name}": value for name, value in more.items()}}
+
+
+def test_a_preset_that_fits_answers_what_names_leave_open() -> None:
+    """Megatron's query_key_value lies head by head; the preset knows, and its rules fit all the rest."""
+    gelu = {"mlp.dense_h_to_4h.weight": (states((8, 5), rng()), Shard(0))}
+    swiglu = {"mlp.dense_h_to_4h.weight": (states((16, 5), rng()), ShardNC(0, ratio=(1, 1)))}
+    for more, preset in ((gelu, "megatron-gpt"), (swiglu, "megatron-llama")):
+        truth = megatron(**more)
+        found = infer(truth)
+        assert preset in found.presets
+        name = "3.self_attention.query_key_value.weight"
+        assert verdicts(found)[name] == (Shard(0), "likely")
+    # presets that do not agree answer nothing: both would do for SwiGLU's sizes
+    assert {"megatron-gpt", "megatron-llama"} <= set(found.presets)
+    (asked,) = found.questions
+    assert asked.parameters == ("3.mlp.dense_h_to_4h.weight",)
+    # a parameter that no preset knows: none fits
+    unknown = infer(megatron(**gelu, **{"mlp.extra": (states((7, 5), rng()), Replicate())}))
+    assert unknown.presets == ()
+    assert {len(one.parameters) for one in unknown.questions} == {2}
+
+
 def test_copies_that_drifted_are_asked() -> None:
     sources = ranks_of({"x.norm.weight": (states((6,), rng()), Replicate())}, 2)
     values = sources[1]._arrays["x.norm.weight", "fp32"].copy()

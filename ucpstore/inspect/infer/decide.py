@@ -138,7 +138,7 @@ class Decider:
                 weight = self._relatives.weight(group.members[0])
                 wanted.update(() if weight is None else (weight,))
         chosen = [group for group in self._groups if wanted.intersection(group.members)]
-        members = [name for group in chosen for name in group.members]
+        members = [n for group in chosen for n in group.members if n not in self._contents]
         self._contents.update(zip(members, in_parallel(self._views.contents, members), strict=True))
         groups = [part for group in chosen for part in self._parts(group)]
         found: dict[int, Verdict] = {}

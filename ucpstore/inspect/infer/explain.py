@@ -10,6 +10,7 @@ from ucpstore.contracts import Source
 from ucpstore.errors import ParameterNotFoundError, PatternError, close_names
 from ucpstore.inspect.infer.check import rule_words
 from ucpstore.inspect.infer.decide import Decider, Verdict
+from ucpstore.inspect.infer.known import alike
 from ucpstore.inspect.infer.views import RankViews
 from ucpstore.layout.patterns import Pattern
 from ucpstore.layout.rules import Patterns, Rule
@@ -61,7 +62,7 @@ class ParameterExplanation:
         """``certain``, ``likely`` or ``ambiguous``: how sure the inference is of the pattern in force."""
         if self.inferred is None:
             return "certain"
-        agreed = self.pattern is None or _same(self.pattern, self.inferred.pattern)
+        agreed = self.pattern is None or alike(self.pattern, self.inferred.pattern)
         return self.inferred.confidence if agreed else "ambiguous"
 
     def to_json(self) -> dict[str, Any]:
@@ -195,7 +196,7 @@ def _explain(
         except PatternError as error:
             problem = str(error)
     if rule is not None and verdict is not None and verdict.confidence == "certain" and not problem:
-        agreed = _same(rule.tp, verdict.pattern)
+        agreed = alike(rule.tp, verdict.pattern)
         problem = "" if agreed else f"the rule says {rule.tp}, the evidence {verdict.pattern}"
     return ParameterExplanation(name, pattern, rule, shapes, whole, verdict, problem)
 
@@ -206,13 +207,6 @@ def _whole(rule: Rule, name: str, shapes: Sequence[_Shape]) -> _Shape:
     if rule.pad is None:
         return shape
     return (*shape[: rule.pad.dim], rule.pad.true_size, *shape[rule.pad.dim + 1 :])
-
-
-def _same(left: Pattern, right: Pattern | None) -> bool:
-    """Whether two patterns cut alike, widths and units aside."""
-    if right is None:
-        return False
-    return type(left) is type(right) and getattr(left, "dim", None) == getattr(right, "dim", None)
 
 
 def _size(shape: _Shape | None) -> str:

@@ -13,6 +13,7 @@ from ucpstore.inspect.infer.check import is_default
 from ucpstore.inspect.infer.conventions import Name
 from ucpstore.inspect.infer.decide import Confidence, Decider, Verdict
 from ucpstore.inspect.infer.grouping import Group
+from ucpstore.inspect.infer.known import fitting_presets, with_presets
 from ucpstore.inspect.infer.views import RankViews
 from ucpstore.layout.names import Template
 from ucpstore.layout.patterns import Pattern, Shard
@@ -105,12 +106,15 @@ class Inference:
         Parameters that have a rule already.
     proposals : tuple of Proposal
         Rules first, open questions last.
+    presets : tuple of str
+        Presets that have a rule for every parameter and contradict nothing.
     """
 
     url: str
     degree: int
     covered: int
     proposals: tuple[Proposal, ...]
+    presets: tuple[str, ...] = ()
 
     @property
     def patterns(self) -> Patterns:
@@ -138,6 +142,7 @@ class Inference:
             "tp": self.degree,
             "covered": self.covered,
             "counts": self.counts(),
+            "presets": list(self.presets),
             "proposals": [one.to_json() for one in self.proposals],
             "patterns": self.patterns.to_json(),
             "toml": self.toml(),
@@ -156,6 +161,8 @@ class Inference:
     def toml(self) -> str:
         """The rules as `Patterns.parse` reads them, with their evidence; open questions are comments."""
         lines = [f"# {printable(self.url)}", f"# {self.summary()}"]
+        if self.presets:
+            lines.append(f"# presets that fit: {', '.join(self.presets)}")
         for one in self.proposals:
             lines += ["", *(_question(one) if one.pattern is None else _rule(one, one.pattern))]
         return "\n".join(lines) + "\n"
@@ -178,12 +185,16 @@ def infer_sources(sources: Sequence[Source], *, known: Patterns | None = None) -
     rules = Patterns(tuple(rule for rule in (known or Patterns()).rules if not is_default(rule)))
     open_ = [name for name in views.names if rules.find(name, views.ndim(name)) is None]
     found: list[Proposal] = []
+    presets: dict[str, Patterns] = {}
     if views.degree > 1:
         wanted = set(open_)
-        decided = Decider(views).decide(open_)
+        decider = Decider(views)
+        presets = fitting_presets(views, decider.decide())
+        decided = with_presets(views, decider.decide(open_), presets)
         kept = [(group.only(wanted), verdict) for group, verdict in decided]
         found = proposals(views, [(group, verdict) for group, verdict in kept if group.members])
-    return Inference(views.url, views.degree, len(views.names) - len(open_), tuple(found))
+    covered = len(views.names) - len(open_)
+    return Inference(views.url, views.degree, covered, tuple(found), tuple(presets))
 
 
 def proposals(views: RankViews, decided: Iterable[tuple[Group, Verdict]]) -> list[Proposal]:
