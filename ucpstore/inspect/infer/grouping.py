@@ -82,15 +82,24 @@ class Relatives:
     def __init__(self, views: RankViews) -> None:
         self._views = views
         self._modules: dict[str, list[str]] = {}
+        self._kinds: dict[str, int] = {}
         self._blocks: dict[str, list[str]] = {}
         for fqn in views.names:
             module = fqn.rpartition(".")[0]
             self._modules.setdefault(module, []).append(fqn)
             self._blocks.setdefault(module.rpartition(".")[0], []).append(fqn)
+        seen: dict[object, int] = {}
+        for module, names in self._modules.items():
+            kin = tuple((name.rpartition(".")[2], views.shapes(name)) for name in names)
+            self._kinds[module] = seen.setdefault(kin, len(seen))
 
     def module(self, fqn: str) -> Sequence[str]:
         """All tensors of the parameter's module."""
         return self._modules[fqn.rpartition(".")[0]]
+
+    def kind(self, fqn: str) -> int:
+        """The same number for tensors in modules that hold tensors of the same names and shapes."""
+        return self._kinds[fqn.rpartition(".")[0]]
 
     def weight(self, fqn: str) -> str | None:
         """The matrix that a vector belongs to: the only one of its module."""
@@ -106,9 +115,8 @@ def group_names(views: RankViews, relatives: Relatives) -> list[Group]:
     """Group the parameters; the modules' shapes count, as ``{n}.weight`` may name all sorts of layers."""
     found: dict[object, list[str]] = {}
     for fqn in views.names:
-        template = template_of(fqn)
-        kin = tuple((name.rpartition(".")[2], views.shapes(name)) for name in relatives.module(fqn))
-        found.setdefault((template or fqn, views.shapes(fqn), kin), []).append(fqn)
+        key = (template_of(fqn) or fqn, views.shapes(fqn), relatives.kind(fqn))
+        found.setdefault(key, []).append(fqn)
     return [
         Group(template_of(members[0]), tuple(members), views.shapes(members[0]))
         for members in found.values()

@@ -110,6 +110,7 @@ class RankViews:
                 kind=Kind.SHAPE,
             )
         self.url = sources[0].url
+        self._shapes: dict[str, tuple[_Shape | None, ...]] = {}
 
     @property
     def degree(self) -> int:
@@ -131,9 +132,12 @@ class RankViews:
 
     def shapes(self, fqn: str) -> tuple[_Shape | None, ...]:
         """Local shape on every rank; None where a rank lacks the parameter."""
-        return tuple(
-            None if spec is None else _main(spec.states).shape for spec in self._specs(fqn)
-        )
+        found = self._shapes.get(fqn)
+        if found is None:
+            specs = self._specs(fqn)
+            found = tuple(None if spec is None else _main(spec.states).shape for spec in specs)
+            self._shapes[fqn] = found
+        return found
 
     def ndim(self, fqn: str) -> int:
         """Number of dims, on the first rank that has it."""
@@ -184,7 +188,7 @@ class RankViews:
 
     def _difference(self, fqn: str, spec: StateSpec, rank: int) -> Difference | None:
         changed, first, largest = 0, None, None
-        for region in blocks(spec, block_bytes(self._sources[0])):
+        for region in blocks(spec, block_bytes(self._sources[0]) // 2):
             mine, other = (_read(self._sources[r], fqn, spec, region) for r in (0, rank))
             different = _bits(mine) != _bits(other)
             count = int(different.sum())
@@ -226,7 +230,7 @@ class _Comparison:
         classes = [ranks]
         seen: dict[int, tuple[Arrays, bool]] = {}  # first value, and whether others followed
         spec = self._specs[ranks[0]]
-        for region in blocks(spec, block_bytes(self._sources[0])):
+        for region in blocks(spec, block_bytes(self._sources[0]) // len(ranks)):
             if all(len(one) == 1 for one in classes):
                 break
             refined = []
