@@ -14,6 +14,7 @@ __all__ = ["Group", "Relatives", "group_names", "template_of"]
 
 _Shape = tuple[int, ...]
 _NUMBER = re.compile(r"0|[1-9]\d{0,8}")
+_MAX_RELATIVES = 64
 _VARIABLES = ("n", "m", "k")
 
 
@@ -103,12 +104,17 @@ class Relatives:
 
     def weight(self, fqn: str) -> str | None:
         """The matrix that a vector belongs to: the only one of its module."""
-        found = [name for name in self.module(fqn) if self._views.ndim(name) > 1]
+        found = [name for name in _few(self.module(fqn)) if self._views.ndim(name) > 1]
         return found[0] if len(found) == 1 and found[0] != fqn else None
 
     def block(self, fqn: str) -> Sequence[str]:
         """Tensors of the parameter's module and of its direct neighbours, such as one MLP."""
-        return self._blocks[fqn.rpartition(".")[0].rpartition(".")[0]]
+        return _few(self._blocks[fqn.rpartition(".")[0].rpartition(".")[0]])
+
+
+def _few(names: Sequence[str]) -> Sequence[str]:
+    """The names, unless they are too many for one module: names without structure."""
+    return names if len(names) <= _MAX_RELATIVES else ()
 
 
 def group_names(views: RankViews, relatives: Relatives) -> list[Group]:

@@ -202,21 +202,20 @@ def proposals(views: RankViews, decided: Iterable[tuple[Group, Verdict]]) -> lis
     by_template: dict[str, list[tuple[Group, Verdict]]] = {}
     for group, verdict in decided:
         by_template.setdefault(group.template or group.members[0], []).append((group, verdict))
-    found: dict[object, Proposal] = {}
+    alike: dict[object, list[Proposal]] = {}
     for parts in by_template.values():
         for one in _of_template(views, parts):
             key = (one.pattern, one.confidence, one.alternatives, one.question, one.note)
-            known = found.get(key)
-            found[key] = (
-                one
-                if known is None
-                else replace(
-                    known,
-                    entries=known.entries + one.entries,
-                    parameters=known.parameters + one.parameters,
-                )
-            )
-    return sorted(found.values(), key=lambda one: _ORDER[one.confidence])
+            alike.setdefault(key, []).append(one)
+    found = [
+        replace(
+            group[0],
+            entries=tuple(entry for one in group for entry in one.entries),
+            parameters=tuple(name for one in group for name in one.parameters),
+        )
+        for group in alike.values()
+    ]
+    return sorted(found, key=lambda one: _ORDER[one.confidence])
 
 
 def _of_template(views: RankViews, parts: Sequence[tuple[Group, Verdict]]) -> list[Proposal]:
