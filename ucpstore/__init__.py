@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any
 from ucpstore.errors import UcpStoreError
 
 if TYPE_CHECKING:
-    from ucpstore.api import abandon, convert, diff, open, plan, verify  # noqa: A004
+    from ucpstore.api import (
+        abandon,
+        check_patterns,
+        convert,
+        diff,
+        explain_patterns,
+        infer_patterns,
+        open,  # noqa: A004
+        plan,
+        verify,
+    )
     from ucpstore.checkpoint import Checkpoint, LazyTensor, Parameter
     from ucpstore.engine.plan import Plan
     from ucpstore.engine.run import Report
@@ -33,8 +43,11 @@ _HOME = {
     "Plan": "ucpstore.engine.plan",
     "Report": "ucpstore.engine.run",
     "abandon": "ucpstore.api",
+    "check_patterns": "ucpstore.api",
     "convert": "ucpstore.api",
     "diff": "ucpstore.api",
+    "explain_patterns": "ucpstore.api",
+    "infer_patterns": "ucpstore.api",
     "open": "ucpstore.api",
     "plan": "ucpstore.api",
     "verify": "ucpstore.api",
@@ -51,8 +64,11 @@ __all__ = [
     "UcpStoreError",
     "__version__",
     "abandon",
+    "check_patterns",
     "convert",
     "diff",
+    "explain_patterns",
+    "infer_patterns",
     "open",
     "plan",
     "verify",

@@ -532,8 +532,8 @@ def infer_patterns(
 ) -> Inference:
     """Infer how parameters lie on tensor-parallel ranks, where the checkpoint does not say it.
 
-    Shapes, names, the sizes of a layer's matrices and, where these leave a question, contents are the
-    evidence. What is not sure is not decided: it is among the result's ``questions``.
+    Shapes, names, the sizes of a layer's matrices, presets and contents (read until the ranks differ) are the
+    evidence. What they leave open is not decided: it is among the result's ``questions``.
 
     Parameters
     ----------

@@ -244,7 +244,7 @@ def test_copies_that_drifted_are_asked() -> None:
     found = infer_sources(sources)
     (asked,) = found.questions
     assert asked.alternatives == (Replicate("first"), Partial(), Shard(0))
-    assert "by up to 0.001" in found.toml()
+    assert "by up to 0.001 in x.norm.weight" in found.toml()
 
 
 def test_ranks_that_share_slices_are_asked() -> None:

@@ -18,8 +18,8 @@ __all__ = ["patterns"]
 def patterns() -> None:
     """Find, explain and check rules of tensor parallelism.
 
-    A rule says how the ranks' local tensors make up whole parameters. Contents are read only where shapes
-    and names leave a question.
+    A rule says how the ranks' local tensors make up whole parameters. infer and explain read contents until
+    the ranks differ, check reads all copies to the end.
     """
 
 

@@ -22,7 +22,7 @@ from ucpstore.inspect.infer.grouping import Group, Relatives, group_names
 from ucpstore.inspect.infer.views import Contents, RankViews
 from ucpstore.inspect.stream import in_parallel
 from ucpstore.layout.patterns import Partial, Pattern, Replicate, Shard, ShardNC
-from ucpstore.layout.rules import Rule
+from ucpstore.layout.rule import Rule, for_any_degree
 
 __all__ = ["Confidence", "Decider", "Verdict"]
 
@@ -88,9 +88,7 @@ class Joint:
         first = next(iter(differ.items()), None)
         drift = ""
         if first is not None and first[1].max_abs is not None:
-            drift = (
-                f"by up to {first[1].max_abs:.3g} in the first block that differs, of {first[0]}"
-            )
+            drift = f"by up to {first[1].max_abs:.3g} in {first[0]} (first block)"
         equal = [one for one in contents.values() if one.equal]
         return cls(
             len(equal),
@@ -212,7 +210,10 @@ class Decider:
             if _named_dim(group) not in (None, dim) or group.hint.replicated:
                 support = ["which would be cut otherwise"]
         sure = _named_dim(group) == dim and bool(support)
-        return Verdict(Shard(dim), "certain" if sure else "likely", (*evidence, *support))
+        pattern = for_any_degree(Shard(dim, tuple(shape[dim] for shape in shapes)))
+        if isinstance(pattern, Shard) and pattern.unit > 1:
+            support.append(f"whole units of {pattern.unit} give these widths")
+        return Verdict(pattern, "certain" if sure else "likely", (*evidence, *support))
 
     def _plain(self, group: Group, dim: int) -> list[str]:
         """Evidence that a dim holds one run of indices, not several sections."""
@@ -302,7 +303,7 @@ class Decider:
         row = weight is not None and _row(weight)
         if not group.ndim or copies or row or joint.close:
             evidence += [joint.drift] if joint.drift else []
-            evidence += ["that is little beside the values"] if joint.close else []
+            evidence += ["which is little beside the values"] if joint.close else []
             evidence += [name.words] if name is not None else []
             evidence += ["its weight is cut along dim 1"] if row else []
             asked = "Did copies drift apart: does the first one count, or the mean? Or is it cut?"
@@ -459,7 +460,7 @@ def _differing(shapes: Sequence[_Shape]) -> list[int]:
 
 def _row(weight: Verdict) -> bool:
     """Whether a matrix is cut along its columns, so that its bias is whole."""
-    return weight.pattern == Shard(1)
+    return isinstance(weight.pattern, Shard) and weight.pattern.dim == 1
 
 
 def _along(weight: Verdict, dim: int) -> bool:

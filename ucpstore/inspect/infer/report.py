@@ -171,7 +171,7 @@ class Inference:
 def infer_sources(sources: Sequence[Source], *, known: Patterns | None = None) -> Inference:
     """Infer rules for the parameters that none of the ``known`` rules is for.
 
-    Contents are read where shapes leave a question, all of them only where the ranks hold the same bits.
+    Contents are read until the ranks differ: to the end where they hold the same bits.
 
     Parameters
     ----------
