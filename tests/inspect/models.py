@@ -71,7 +71,7 @@ def united(rule: Rule, fqn: str, locals_: Sequence[Arrays]) -> Arrays:
     geometry = rule.unite(fqn, leaves).geometry
     out = np.full(geometry.shape, np.nan, locals_[0].dtype)
     for piece in geometry.query(Region.full(geometry.shape)):
-        flat = locals_[piece.slot].reshape(-1)
+        flat = np.ascontiguousarray(locals_[piece.slot]).reshape(-1)
         view = np.lib.stride_tricks.as_strided(
             flat[piece.offset :],
             piece.region.sizes,
