@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from ucpstore.layout.coverage import require_covered
 from ucpstore.layout.explicit import Explicit
 from ucpstore.layout.geometry import Geometry, Strided
 from ucpstore.layout.kinds import Pattern
+from ucpstore.layout.matching import exactly
 from ucpstore.layout.names import Template
 from ucpstore.layout.patterns import (
     Flat,
@@ -354,3 +356,34 @@ def test_files_and_presets_that_are_none(tmp_path: Path) -> None:
         Patterns.of("hf-phi3,heads=2")
     with pytest.raises(PatternError, match="int, expected Patterns, a file"):
         Patterns.of(3)  # type: ignore[arg-type]
+
+
+def test_exact_names_become_one_per_layer() -> None:
+    names = [f"layers.{n}.{what}.weight" for n in range(12) for what in ("norm", "up", "odd")]
+    regexes = tuple(
+        PrefixRegex(f"^{re.escape(name)}$")
+        for name in names
+        if "up" not in name and "11.odd" not in name
+    )
+    patterns = Patterns(
+        (
+            Rule(regexes, Replicate(), origin="listed"),
+            Rule((PrefixRegex(r"layers\.\d+\.odd"),), Shard(0)),
+            Rule((Template("**"),), Shard(1)),
+        )
+    )
+    ndims = dict.fromkeys(names, 2)
+    compact = patterns.compact(ndims)
+    first = compact.rules[0]
+    assert Template("layers.{n}.norm.weight") in first.match
+    # The last layer's follows another rule: these stay one by one.
+    assert sum("odd" in str(one) for one in first.match) == 11
+    assert len(first.match) == 12
+    for name in names:
+        assert compact.rule(name, (2, 2)).tp == patterns.rule(name, (2, 2)).tp, name
+    assert compact.rule("layers.70.norm.weight", (2,)).tp == Replicate()
+    assert Patterns.from_json(validate(compact.to_json(), "patterns")) == compact
+    strange = "layers.0.{a*}.weight"
+    kept = Patterns((Rule((exactly(strange),), Replicate()),)).compact({strange: 1})
+    assert kept.find(strange, 1) is kept.rules[0]
+    assert kept.find("layers.0.{ab}.weight", 1) is None

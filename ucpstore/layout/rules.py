@@ -37,22 +37,22 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ucpstore.errors import Kind, PatternError, listing
 from ucpstore.layout.geometry import Geometry
-from ucpstore.layout.matching import PrefixRegex
+from ucpstore.layout.matching import Matcher, PrefixRegex, exact_name, exactly, numbered
 from ucpstore.layout.names import Template
 from ucpstore.layout.patterns import Axis, Replicate
 from ucpstore.layout.presets import ORIGIN, preset_document, preset_names
-from ucpstore.layout.rule import AXIS, Held, Padding, Rule, United, rule_from_json
+from ucpstore.layout.rule import AXIS, Held, Padding, Rule, United
+from ucpstore.layout.ruletext import rule_from_json
 
 __all__ = ["Held", "Padding", "Patterns", "PrefixRegex", "Rule", "United"]
 
 VERSION = "1.0"
 _Shape = tuple[int, ...]
-_Matcher = Template | PrefixRegex
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,17 @@ class Patterns:
     """
 
     rules: tuple[Rule, ...] = ()
-    _exact: dict[str, list[tuple[int, _Matcher]]] = field(
+    _exact: dict[str, list[tuple[int, Matcher]]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    _general: list[tuple[int, _Matcher]] = field(
+    _general: list[tuple[int, Matcher]] = field(
         init=False, repr=False, compare=False, default_factory=list
     )
 
     def __post_init__(self) -> None:
         for index, rule in enumerate(self.rules):
             for one in rule.match:
-                name = _literal(one)
+                name = exact_name(one)
                 if name is None:
                     self._general.append((index, one))
                 else:
@@ -88,7 +88,7 @@ class Patterns:
         """These rules, and where none of them matches, the others."""
         return Patterns(self.rules + other.rules)
 
-    def matching(self, fqn: str) -> list[tuple[Rule, _Matcher]]:
+    def matching(self, fqn: str) -> list[tuple[Rule, Matcher]]:
         """Everything that matches a name, in order of the rules; exact names cost no scan."""
         found = [(index, one) for index, one in self._general if one.match(fqn) is not None]
         found = sorted([*self._exact.get(fqn, ()), *found], key=lambda entry: entry[0])
@@ -150,6 +150,19 @@ class Patterns:
             for rule in unused
             if not (rule.origin.startswith(ORIGIN) and rule.origin in origins)
         ]
+
+    def compact(self, names: Mapping[str, int]) -> Patterns:
+        """The same rules for the parameters (name -> number of dims), exact names by layer number.
+
+        ``layers.0.norm.weight``, ``layers.1.norm.weight``, ... become ``layers.{n}.norm.weight`` where all
+        parameters of such a name follow one rule. AutoTP lists every parameter of a model.
+        """
+        owners: dict[Template, set[int]] = {}
+        for fqn, ndim in names.items():
+            template, rule = numbered(fqn), self.find(fqn, ndim)
+            if template is not None:
+                owners.setdefault(template, set()).add(id(rule))
+        return Patterns(tuple(_compact(rule, owners, names) for rule in self.rules))
 
     def to_json(self) -> dict[str, Any]:
         """Normal form: see ``schemas/patterns.schema.json``."""
@@ -262,8 +275,12 @@ class Patterns:
         return cls.read(text)
 
 
-def _literal(one: _Matcher) -> str | None:
-    """The one name that it matches, if it is one."""
-    if isinstance(one, PrefixRegex):
-        return one.literal
-    return one.text if one.is_literal else None
+def _compact(rule: Rule, owners: Mapping[Template, set[int]], names: Mapping[str, int]) -> Rule:
+    found: dict[Matcher, None] = {}
+    for one in rule.match:
+        name = exact_name(one)
+        if name is not None:
+            template = numbered(name) if name in names else None
+            one = exactly(name) if template is None or owners[template] != {id(rule)} else template
+        found[one] = None
+    return replace(rule, match=tuple(found))
