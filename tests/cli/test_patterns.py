@@ -68,7 +68,7 @@ def test_infer_asks(drifted: Path) -> None:
     result = invoke("patterns", "infer", drifted)
     assert result.exit_code == 1
     assert "# QUESTION, 5 parameters: Did copies drift apart" in result.stdout
-    assert '# tp = {pattern = "replicate", rule = "first"}' in result.stdout
+    assert '# tp = "replicate(first)"' in result.stdout
     document = validate(json_of("patterns", "infer", drifted, code=1), "inference")
     assert document["counts"] == {"certain": 15, "likely": 1, "ambiguous": 5}
 

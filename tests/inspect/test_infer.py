@@ -487,6 +487,7 @@ def test_explain() -> None:
     assert (matrix.pattern, matrix.origin, matrix.confidence) == (Shard(1), "inferred", "certain")
     assert (matrix.shapes, matrix.whole) == (((19, 4), (19, 4)), (19, 8))
     assert (norm.pattern, norm.origin, norm.problem) == (Replicate(), "rules", "")
+    assert "  origin      rules: **norm.weight" in norm.words()
     assert "  ranks hold  2 x 19x4" in matrix.words()
     assert found.ok
     # only what matters for these was read

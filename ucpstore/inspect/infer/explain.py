@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ucpstore.contracts import Source
 from ucpstore.errors import ParameterNotFoundError, PatternError, close_names
-from ucpstore.inspect.infer.check import rule_words
 from ucpstore.inspect.infer.decide import Decider, Verdict
 from ucpstore.inspect.infer.known import alike
 from ucpstore.inspect.infer.views import RankViews
@@ -31,7 +30,7 @@ class ParameterExplanation:
     pattern : Pattern or None
         Of the rule in force, else what was inferred; None where that is an open question.
     rule : Rule or None
-        The rule in force.
+        The rule in force, with the one name or template of it that is for the parameter.
     shapes : tuple of (tuple of int or None)
         Local shape on every rank.
     whole : tuple of int, optional
@@ -97,7 +96,7 @@ class ParameterExplanation:
         lines = [
             self.fqn,
             f"  pattern     {self.pattern or 'open'} ({self.confidence})",
-            f"  origin      {self.origin}" + (f": {rule_words(self.rule)}" if self.rule else ""),
+            f"  origin      {self.origin}" + (f": {self.rule.match[0]}" if self.rule else ""),
             f"  ranks hold  {self._held()}",
             f"  whole       {'not known' if self.whole is None else _size(self.whole)}",
         ]
@@ -185,6 +184,10 @@ def _explain(
 ) -> ParameterExplanation:
     shapes = views.shapes(name)
     rule = rules.find(name, views.ndim(name))
+    if rule is not None:
+        rule = replace(
+            rule, match=tuple(one for one in rule.match if one.match(name) is not None)[:1]
+        )
     pattern = rule.tp if rule is not None else None if verdict is None else verdict.pattern
     held = [shape for shape in shapes if shape is not None]
     whole, problem = None, ""

@@ -282,6 +282,8 @@ def _pattern(pattern: Pattern) -> str:
         return _text(name)
     if set(document) == {"dim"}:
         return _text(f"{name}({document['dim']})")
+    if document == {"rule": "first"}:
+        return _text(f"{name}(first)")
     fields = {"pattern": name, **document}
     return "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in fields.items()) + "}"
 
