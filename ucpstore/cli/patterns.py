@@ -75,9 +75,9 @@ def _write(path: str, text: str) -> None:
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:  # names may hold what no text file can
         raise StorageError(
-            f"cannot write the rules to {path}: {error.strerror or error}.",
+            f"cannot write the rules to {path}: {getattr(error, 'strerror', None) or error}.",
             kind=Kind.IO,
             hint="Give --output a file that can be written.",
         ) from error
