@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 from typing import Any
 
@@ -14,7 +15,14 @@ from tests.fakes import ArraySource
 from tests.inspect.models import STATES, Truth, constant, cut, llama, ranks_of, states, united
 from tests.schemas import validate
 from ucpstore.errors import ParameterNotFoundError, PlanError
-from ucpstore.inspect.infer import Inference, check_sources, explain_sources, infer_sources
+from ucpstore.inspect.infer import (
+    Inference,
+    check_sources,
+    conventions,
+    explain_sources,
+    grouping,
+    infer_sources,
+)
 from ucpstore.inspect.infer.conventions import hint
 from ucpstore.inspect.infer.grouping import template_of
 from ucpstore.layout.patterns import Partial, Pattern, Replicate, Shard, ShardNC
@@ -534,3 +542,10 @@ def test_names() -> None:
         assert found.dim == dim
     assert hint("encoder.dense.weight") is None
     assert hint("model.enormous.weight") is None
+
+
+def test_examples_in_the_docstrings_are_true() -> None:
+    for module in (conventions, grouping):
+        result = doctest.testmod(module)
+        assert result.attempted
+        assert not result.failed
