@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, Any
 from ucpstore.errors import UcpStoreError
 
 if TYPE_CHECKING:
-    from ucpstore.api import abandon, convert, diff, load, open, plan, verify  # noqa: A004
+    from ucpstore.api import (
+        abandon,
+        check_patterns,
+        convert,
+        diff,
+        explain_patterns,
+        infer_patterns,
+        load,
+        open,  # noqa: A004
+        plan,
+        verify,
+    )
     from ucpstore.checkpoint import Checkpoint, LazyTensor, Parameter
     from ucpstore.engine.plan import Plan
     from ucpstore.engine.run import Report
@@ -39,8 +50,11 @@ _HOME = {
     "Report": "ucpstore.engine.run",
     "Transfer": "ucpstore.rankstate",
     "abandon": "ucpstore.api",
+    "check_patterns": "ucpstore.api",
     "convert": "ucpstore.api",
     "diff": "ucpstore.api",
+    "explain_patterns": "ucpstore.api",
+    "infer_patterns": "ucpstore.api",
     "load": "ucpstore.api",
     "open": "ucpstore.api",
     "plan": "ucpstore.api",
@@ -62,8 +76,11 @@ __all__ = [
     "UcpStoreError",
     "__version__",
     "abandon",
+    "check_patterns",
     "convert",
     "diff",
+    "explain_patterns",
+    "infer_patterns",
     "load",
     "open",
     "plan",

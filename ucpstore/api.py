@@ -33,12 +33,25 @@ from ucpstore.layout.rules import Patterns
 if TYPE_CHECKING:
     from ucpstore.formats.deepspeed.writer import DeepSpeedTarget
     from ucpstore.inspect.diff import Diff
+    from ucpstore.inspect.infer import Explanation, Inference, PatternCheck
     from ucpstore.inspect.verify import Verification
     from ucpstore.mapping import Mapping as NameMapping
     from ucpstore.rankstate import Into, RankState
     from ucpstore.store.target import ZarrTarget
 
-__all__ = ["abandon", "convert", "diff", "formats", "load", "open", "plan", "verify"]
+__all__ = [
+    "abandon",
+    "check_patterns",
+    "convert",
+    "diff",
+    "explain_patterns",
+    "formats",
+    "infer_patterns",
+    "load",
+    "open",
+    "plan",
+    "verify",
+]
 
 DEFAULT_MEMORY_LIMIT = 2 << 30
 """Bytes that tasks in flight may need together, where the caller gives no limit."""
@@ -116,7 +129,7 @@ class _View:
 
 def _open_source(files: Files, name: str, tag: str | None, view: _View) -> Source:
     """Open, and look through the mapping."""
-    source = _open_format(files, name, tag, view.patterns)
+    source = _format_of(files, name).open(files, tag=tag, patterns=view.patterns)
     if view.mapping is None:
         return source
     from ucpstore.mapped import map_source
@@ -137,8 +150,8 @@ def _checked(mapping: NameMapping | None) -> NameMapping | None:
     return mapping
 
 
-def _open_format(files: Files, name: str, tag: str | None, patterns: Patterns) -> Source:
-    """Detect the format (our own first) and open."""
+def _format_of(files: Files, name: str) -> Format:
+    """The format of this name, or the first that recognises the files (our own first)."""
     from ucpstore.store.source import StoreFormat
 
     own = StoreFormat()
@@ -148,12 +161,12 @@ def _open_format(files: Files, name: str, tag: str | None, patterns: Patterns) -
             raise NotFoundError(
                 f"no format {name!r}: installed are {', '.join(known)}.", format=name
             )
-        return known[name].open(files, tag=tag, patterns=patterns)
+        return known[name]
     seen = []
     for format_ in known.values():
         detection = format_.detect(files)
         if detection.matches:
-            return format_.open(files, tag=tag, patterns=patterns)
+            return format_
         seen.append(f"{format_.name}: {detection.evidence}")
     if files.is_local and os.path.isfile(files.url):
         raise UnrecognizedSourceError(
@@ -645,3 +658,115 @@ def diff(
         open(left, patterns=rules, mapping=mapping, storage_options=left_options).source,
         open(right, patterns=rules, storage_options=right_options).source,
     )
+
+
+def _open_ranks(
+    url: Url,
+    patterns: Rules | None,
+    format_: str,
+    tag: str | None,
+    storage_options: Mapping[str, Any] | None,
+) -> tuple[list[Source], Patterns]:
+    """What every tensor-parallel rank holds, and the rules in force: the given ones, then the checkpoint's."""
+    files = open_files(os.fspath(url), storage_options)
+    opener = partial(
+        _format_of(files, format_).open, files, tag=tag, patterns=Patterns.of(patterns)
+    )
+    first = opener(rank=0)
+    degree = first.parallelism.get("tp", 1)
+    sources = [first, *(opener(rank=rank) for rank in range(1, degree))]
+    recorded = first.common.document.get("patterns")
+    return sources, Patterns() if recorded is None else Patterns.from_json(recorded)
+
+
+def infer_patterns(
+    url: Url,
+    *,
+    patterns: Rules | None = None,
+    format: str = "auto",  # noqa: A002
+    tag: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Inference:
+    """Infer how parameters lie on tensor-parallel ranks, where the checkpoint does not say it.
+
+    Shapes, names, the sizes of a layer's matrices, presets and contents (read until the ranks differ) are the
+    evidence. What they leave open is not decided: it is among the result's ``questions``.
+
+    Parameters
+    ----------
+    url, format, tag, storage_options
+        As for `open`.
+    patterns : Patterns, path or str, optional
+        Rules that are known already, beside those that the checkpoint records.
+
+    Returns
+    -------
+    Inference
+        ``patterns`` for `open` and `convert`; ``toml()`` is the text to edit.
+    """
+    from ucpstore.inspect.infer import infer_sources
+
+    sources, known = _open_ranks(url, patterns, format, tag, storage_options)
+    return infer_sources(sources, known=known)
+
+
+def explain_patterns(
+    url: Url,
+    names: Sequence[str] = (),
+    *,
+    patterns: Rules | None = None,
+    format: str = "auto",  # noqa: A002
+    tag: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Explanation:
+    """Say why parameters are taken to lie on tensor-parallel ranks as they do.
+
+    Parameters
+    ----------
+    url, format, tag, storage_options
+        As for `open`.
+    names : sequence of str
+        Fully qualified names; by default all.
+    patterns : Patterns, path or str, optional
+        Rules that count before those that the checkpoint records.
+
+    Returns
+    -------
+    Explanation
+        Per parameter the rule in force, where it comes from, shapes, evidence and how sure it is.
+
+    Raises
+    ------
+    ParameterNotFoundError
+    """
+    from ucpstore.inspect.infer import explain_sources
+
+    sources, known = _open_ranks(url, patterns, format, tag, storage_options)
+    return explain_sources(sources, names, known=known)
+
+
+def check_patterns(
+    url: Url,
+    patterns: Rules | None = None,
+    *,
+    format: str = "auto",  # noqa: A002
+    tag: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> PatternCheck:
+    """Try rules on a checkpoint: names, shapes, and copies bit by bit. All findings are collected.
+
+    Parameters
+    ----------
+    url, format, tag, storage_options
+        As for `open`.
+    patterns : Patterns, path or str, optional
+        These rules and no others; by default those that the checkpoint records.
+
+    Returns
+    -------
+    PatternCheck
+    """
+    from ucpstore.inspect.infer import check_sources
+
+    sources, recorded = _open_ranks(url, None, format, tag, storage_options)
+    return check_sources(sources, recorded if patterns is None else Patterns.of(patterns))

@@ -12,6 +12,7 @@ from ucpstore import __version__, api
 from ucpstore.cli.environment import environment
 from ucpstore.cli.mappings import mapping_option, preset_descriptions, read_mapping
 from ucpstore.cli.output import EXIT_FINDINGS, Output, options
+from ucpstore.cli.patterns import patterns as patterns_commands
 from ucpstore.cli.progress import Progress
 from ucpstore.engine.sizes import format_bytes, parse_bytes
 from ucpstore.errors import ParameterNotFoundError
@@ -49,6 +50,8 @@ def main() -> None:
     again to continue), 141 nobody reads the output.
     """
 
+
+main.add_command(patterns_commands)
 
 _tag = click.option("--tag", help="Checkpoint tag; by default the one that 'latest' names.")
 _patterns = click.option(
