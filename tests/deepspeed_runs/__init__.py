@@ -29,6 +29,6 @@ pytest-xdist.
 from __future__ import annotations
 
 from tests.deepspeed_runs.cache import Run, copy_run, deepspeed_run
-from tests.deepspeed_runs.cases import CASES, PIPELINE_CASES, Case
+from tests.deepspeed_runs.cases import CASES, MATRIX_CASES, PIPELINE_CASES, Case
 
-__all__ = ["CASES", "PIPELINE_CASES", "Case", "Run", "copy_run", "deepspeed_run"]
+__all__ = ["CASES", "MATRIX_CASES", "PIPELINE_CASES", "Case", "Run", "copy_run", "deepspeed_run"]
