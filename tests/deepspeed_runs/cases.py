@@ -15,6 +15,9 @@ OptimizerName = Literal["adamw", "sgd", "rmsprop", "muon", "fused"]
 SchedulerName = Literal["warmup", "lambda", "none"]
 Grouping = Literal["decay", "reversed", "crossed"]
 
+MICRO_BATCHES = 2
+"""Micro-batches of a step of a pipeline, or of its plain twin; of one sample each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:

@@ -30,7 +30,6 @@ from tests.deepspeed_runs.model import BIG_COUNTER, SEQUENCE, RMSNorm
 VOCAB = 29
 HIDDEN = 10
 INNER = 12
-MICRO_BATCHES = 2
 
 TP_DIMS = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 """Dimension along which a block's parameters are cut; the others are whole on every rank."""

@@ -18,72 +18,113 @@ from pathlib import Path
 from typing import Any
 
 from tests.deepspeed_runs.cache import Run, ask_trainer
-from tests.deepspeed_runs.cases import CASES, Case
+from tests.deepspeed_runs.cases import MICRO_BATCHES, Case, find_case
 
 __all__ = ["Request", "continue_run", "resume_run"]
 
-SAMPLES = 6  # of a global batch: as many for each of 1, 2, 3 and 6 ranks
+SAMPLES = 6  # of a global batch without micro-batches: as many for each of 1, 2, 3 and 6 ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """What to do: ``load`` is the folder to resume from; None trains from the start instead.
 
-    The number of ranks, ZeRO stage, dtype and further ZeRO options are those of the resuming run.
+    The layout (number of ranks, degrees, ZeRO stage, dtype, further ZeRO options) is that of the resuming
+    run. ``model`` is that of the resuming run where it is not the case's: a plain twin of a pipeline, or a
+    pipeline. ``save`` is the folder for a checkpoint of the resumed run, before its first step.
     """
 
     load: str | None
-    world: int
-    stage: int
-    dtype: str
+    world: int = 1
+    stage: int = 1
+    dtype: str = "fp32"
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
+    model: str | None = None
     further: int = 5
     zero: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    save: str | None = None
 
     @classmethod
     def from_json(cls, text: str) -> Request:
         return cls(**json.loads(text))
 
     def case(self, case: Case) -> Case:
-        """`case` with this run's layout."""
-        zero = {**case.zero, **self.zero}
-        layout: dict[str, Any] = {"world": self.world, "stage": self.stage, "dtype": self.dtype}
-        if self.load is not None:
-            layout["tp"] = 1  # converted checkpoints are not tensor-parallel
-        return replace(case, **layout, zero=zero)
+        """`case` with this run's layout, and global batches of as many samples."""
+        if self.load is None:
+            return case
+        model: Any = self.model or case.model
+        resuming = replace(
+            case,
+            world=self.world,
+            stage=self.stage,
+            dtype=self.dtype,  # type: ignore[arg-type]
+            tp=self.tp,
+            pp=self.pp,
+            sp=self.sp,
+            model=model,
+            zero={**case.zero, **self.zero},
+        )
+        config = {**case.config, **self.config}
+        if case.micro_batched:
+            config["gradient_accumulation_steps"] = len(share(case, resuming, 0))
+        return replace(resuming, config=config)
 
     def __call__(self, case: Case, folder: Path) -> None:
         """Be one rank of it."""
         import torch
         import torch.distributed as dist
 
-        from tests.deepspeed_runs.model import build_model
-        from tests.deepspeed_runs.train import start_engine, train_steps
-        from tests.deepspeed_runs.truth import record_truth
+        from tests.deepspeed_runs import train
 
-        model = build_model(case)
+        source = find_case(case.name)
+        model = train.build(case)
         if self.load is not None:
             _overwrite(model)
-        engine, scheduler = start_engine(model, case)
+        initial = train.values(model)
+        engine, scheduler = train.start_engine(model, case)
         if self.load is None:
-            train_steps(engine, case, dist.get_rank())
+            train.train_steps(engine, case, train.data_rank(case))
         else:
-            found, client = engine.load_checkpoint(self.load)
-            if found is None:
-                raise RuntimeError(f"DeepSpeed found no checkpoint in {self.load}")
+            tp_dims = train.find_dims(engine, case, initial)
+            client = self._load(engine)
             plain = {k: v for k, v in client.items() if isinstance(v, int | str | float)}
             facts = {
                 "client_state": plain,
                 "scheduler": scheduler.state_dict() if scheduler is not None else None,
+                "tp_dims": tp_dims,
             }
-            record_truth(engine, case, folder, facts=facts, tensors={})
+            train.record_truth(engine, case, folder, facts=facts, tensors={})
         losses = []
+        samples = share(source, case, train.data_rank(case))
         for step in range(self.further):
-            loss = _step(engine, case, step)
+            loss = train.train_step(engine, case, 100 + step, samples).detach().double().cpu()
             dist.all_reduce(loss)
             losses.append(loss.item() / dist.get_world_size())
         if dist.get_rank() == 0:
             (folder / "losses.json").write_text(json.dumps(losses))
         torch.distributed.barrier()
+
+    def _load(self, engine: Any) -> dict[str, Any]:
+        """Load, save again where that is asked for, and return the client's state."""
+        found, client = engine.load_checkpoint(self.load)
+        if found is None:
+            raise RuntimeError(f"DeepSpeed found no checkpoint in {self.load}")
+        if self.save is not None:
+            engine.save_checkpoint(self.save, client_state=client)
+        return dict(client)
+
+
+def share(source: Case, case: Case, rank: int) -> range:
+    """Return the samples of a data-parallel rank of `case`, of the global batch of a `source` run.
+
+    With micro-batches (of one sample) the batch is as large as the source's own was.
+    """
+    samples = MICRO_BATCHES * source.dp if source.micro_batched else SAMPLES
+    size = samples // (case.dp // case.sp)
+    return range(rank * size, (rank + 1) * size)
 
 
 def _overwrite(model: Any) -> None:
@@ -104,21 +145,6 @@ def _overwrite(model: Any) -> None:
                 buffer.zero_()
 
 
-def _step(engine: Any, case: Case, step: int) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    from tests.deepspeed_runs.recipe import batch, loss_of
-
-    share = SAMPLES // dist.get_world_size()
-    mine = range(dist.get_rank() * share, (dist.get_rank() + 1) * share)
-    tokens = torch.cat([batch(case, 100 + step, sample) for sample in mine])
-    loss = loss_of(engine, tokens, case)
-    engine.backward(loss)
-    engine.step()
-    return loss.detach().float().cpu()
-
-
 @dataclass(frozen=True, slots=True)
 class Resumed:
     """A resumed run: losses of its steps, and what the engine held before the first of them."""
@@ -131,17 +157,14 @@ def resume_run(name: str, load: Path, folder: Path, **layout: Any) -> Resumed:
     """Resume case `name` from the checkpoint in `load`, with the layout given (see `Request`)."""
     request = Request(load=str(load), **layout)
     ask_trainer(name, folder, json.dumps(asdict(request)))
-    run = Run(case=request.case(CASES[name]), path=load, truth_path=folder)
+    run = Run(case=request.case(find_case(name)), path=load, truth_path=folder)
     return Resumed(tuple(json.loads((folder / "losses.json").read_text())), run)
 
 
 @functools.cache
 def continue_run(name: str, further: int = 5) -> tuple[float, ...]:
     """Losses of the steps that the original engine of case `name` does after its save."""
-    case = CASES[name]
-    request = Request(
-        load=None, world=case.world, stage=case.stage, dtype=case.dtype, further=further
-    )
+    request = Request(load=None, further=further)
     with tempfile.TemporaryDirectory(prefix=f"ucpstore-{os.getpid()}-") as temporary:
         folder = Path(temporary) / "run"
         ask_trainer(name, folder, json.dumps(asdict(request)))

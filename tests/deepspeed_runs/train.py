@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from tests.deepspeed_runs import pipeline, sequence
-from tests.deepspeed_runs.cases import Case, find_case
+from tests.deepspeed_runs.cases import MICRO_BATCHES, Case, find_case
 from tests.deepspeed_runs.model import build_model
 from tests.deepspeed_runs.recipe import (
     CLIP,
@@ -67,7 +67,7 @@ def ds_config(case: Case) -> dict[str, Any]:
     if case.optimizer == "muon":
         config["optimizer"] = {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}
     if case.micro_batched:
-        config["gradient_accumulation_steps"] = pipeline.MICRO_BATCHES
+        config["gradient_accumulation_steps"] = MICRO_BATCHES
     if case.model == "pipeline":
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     elif case.tp > 1:
@@ -172,7 +172,7 @@ def train_step(engine: Any, case: Case, step: int, samples: Sequence[int]) -> to
 
 def train_steps(engine: Any, case: Case, dp_rank: int) -> list[float]:
     """Do the steps of `case` and return this rank's losses."""
-    mine = range(10 * dp_rank, 10 * dp_rank + pipeline.MICRO_BATCHES)
+    mine = range(10 * dp_rank, 10 * dp_rank + MICRO_BATCHES)
     samples = mine if case.micro_batched else [dp_rank]
     losses = [train_step(engine, case, step, samples).item() for step in range(case.steps)]
     if not all(math.isfinite(loss) for loss in losses):
