@@ -44,6 +44,8 @@ class Case:
         AutoTP size; needs ``model="hf"`` with `sizes`. With a pipeline, the layers' own.
     pp : int
         Pipeline stages; a pipeline has a model of its own (`pipeline.py`).
+    partition : str
+        How `PipelineModule` cuts the layers into stages: its ``partition_method``.
     sp : int
         Ranks that share a sequence (DeepSpeed's Ulysses); needs ``model="ulysses"``.
     patterns : bool
@@ -67,6 +69,7 @@ class Case:
     rich_client_state: bool = False
     tp: int = 1
     pp: int = 1
+    partition: str = "uniform"
     sp: int = 1
     patterns: bool = False
     sizes: tuple[tuple[str, int], ...] = ()

@@ -107,7 +107,7 @@ def differences(
     for key, value in run.facts["client_state"].items():
         if key not in client or client[key] != value:
             found["client_state"].add(key)
-    assert len(losses) == len(resumed.losses) > 0
+    assert len(losses) == len(resumed.losses) > 0, "no losses to compare"
     for step, (expected, loss) in enumerate(zip(losses, resumed.losses, strict=True)):
         if not abs(loss - expected) <= rtol * abs(expected):
             found["losses"].add(str(step))

@@ -178,7 +178,7 @@ def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def build_pipeline(case: Case) -> PipelineModule:
-    """Return the pipeline of `case`: eight entries, cut evenly over the stages."""
+    """Return the pipeline of `case`: eight entries."""
     group = None
     if case.tp > 1:
         topology: Any = PipeModelDataParallelTopology(case.pp, case.tp, case.dp)
@@ -199,7 +199,9 @@ def build_pipeline(case: Case) -> PipelineModule:
         LayerSpec(RMSNorm, HIDDEN),
         TiedLayerSpec("embed", TiedEmbedding, forward_fn=forward_fn),
     ]
-    return PipelineModule(layers, topology=topology, loss_fn=loss_fn, partition_method="uniform")
+    return PipelineModule(
+        layers, topology=topology, loss_fn=loss_fn, partition_method=case.partition
+    )
 
 
 class Twin(nn.Module):

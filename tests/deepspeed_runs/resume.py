@@ -41,6 +41,7 @@ class Request:
     tp: int = 1
     pp: int = 1
     sp: int = 1
+    partition: str = "uniform"
     model: str | None = None
     further: int = 5
     zero: Mapping[str, Any] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class Request:
             tp=self.tp,
             pp=self.pp,
             sp=self.sp,
+            partition=self.partition,
             model=model,
             zero={**case.zero, **self.zero},
         )

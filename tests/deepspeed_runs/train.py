@@ -164,7 +164,11 @@ def train_step(engine: Any, case: Case, step: int, samples: Sequence[int]) -> to
             engine.step()
         return torch.stack(parts).mean()
     tokens = torch.cat([batch(case, step, sample) for sample in samples])
-    loss = sequence.loss(engine, tokens, case.sp) if case.model == "ulysses" else loss_of(engine, tokens, case)
+    loss = (
+        sequence.loss(engine, tokens, case.sp)
+        if case.model == "ulysses"
+        else loss_of(engine, tokens, case)
+    )
     engine.backward(loss)
     engine.step()
     return loss
