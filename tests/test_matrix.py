@@ -98,7 +98,7 @@ def words(value: object) -> str | None:
 
 def convert(source: Path, folder: Path, target: Mapping[str, Any]) -> Path:
     """Convert directly, or through our store where the source has the layout already."""
-    layout = Layout(**{k: v for k, v in target.items() if k not in ("pipeline",)})
+    layout = Layout(**target)
     report = ucpstore.convert(source, folder / "native", to="deepspeed", layout=layout)
     if report.tasks == 0:
         ucpstore.convert(source, folder / "store")

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class Request:
             train.train_steps(engine, case, train.data_rank(case))
         else:
             tp_dims = train.find_dims(engine, case, initial)
-            client = self._load(engine)
+            client = self._load(engine, train.client_state(case).keys())
             plain = {k: v for k, v in client.items() if isinstance(v, int | str | float)}
             facts = {
                 "client_state": plain,
@@ -109,13 +109,17 @@ class Request:
             (folder / "losses.json").write_text(json.dumps(losses))
         torch.distributed.barrier()
 
-    def _load(self, engine: Any) -> dict[str, Any]:
-        """Load, save again where that is asked for, and return the client's state."""
+    def _load(self, engine: Any, keys: Collection[str]) -> dict[str, Any]:
+        """Load, save again where that is asked for, and return the client's state.
+
+        DeepSpeed hands back entries of its own with the client's, and refuses to be given them again.
+        """
         found, client = engine.load_checkpoint(self.load)
         if found is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {self.load}")
         if self.save is not None:
-            engine.save_checkpoint(self.save, client_state=client)
+            kept = {key: value for key, value in client.items() if key in keys}
+            engine.save_checkpoint(self.save, client_state=kept)
         return dict(client)
 
 
