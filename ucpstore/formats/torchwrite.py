@@ -22,7 +22,8 @@ from ucpstore.dtypes import itemsize, numpy_dtype
 from ucpstore.errors import PlanError
 from ucpstore.formats._torch.pickling import Part, Size, Tensor, dump
 from ucpstore.io.base import Sink
-from ucpstore.layout.flat import flat_boxes
+from ucpstore.layout.local import Local
+from ucpstore.layout.region import Region
 
 __all__ = ["BLOCK", "Part", "Size", "Tensor", "TorchWriter"]
 
@@ -209,14 +210,15 @@ def fill(source: Source, tensor: Tensor, start: int, out: np.ndarray[Any, Any]) 
         if low >= high:
             continue
         first = part.start + low - part.offset
-        position = low - start
-        for box in flat_boxes(part.shape, first, first + high - low):
+        local = part.local or Local.whole(part.shape)
+        for position, box, windows in local.runs(first, high - low):
+            position += low - start
             view = out[position : position + box.volume].reshape(box.sizes)
-            position += box.volume
-            _read(source, part, box, view)
+            for window in windows:
+                _read(source, part, window.logical, view[window.local.slices])
 
 
-def _read(source: Source, part: Part, box: Any, view: np.ndarray[Any, Any]) -> None:
+def _read(source: Source, part: Part, box: Region, view: np.ndarray[Any, Any]) -> None:
     dtype = _dtype_of(source, part)
     if numpy_dtype(dtype) == view.dtype:
         source.read(part.fqn, part.state, box, view, compare=True)

@@ -146,15 +146,20 @@ class Shard(Pattern):
     dim : int
     widths : tuple of int, optional
         Of each rank. Default: `even_widths`.
+    unit : int
+        Indices that stay together, such as the rows of one attention head: whole units are dealt out.
     """
 
     dim: int
     widths: tuple[int, ...] | None = None
+    unit: int = 1
     name: ClassVar[str] = "shard"
 
     def split(self, shape: _Shape, size: int) -> tuple[_Shape | None, ...]:
         length = _length(self, shape)
-        widths = even_widths(length, size) if self.widths is None else self.widths
+        widths = self.widths
+        if widths is None:
+            widths = _unit_widths(f"{self} of shape {list(shape)}", length, size, self.unit)
         _check_widths(f"{self} of shape {list(shape)}", widths, size, length)
         return tuple(_resized(shape, self.dim, width) for width in widths)
 
@@ -184,29 +189,63 @@ class ShardNC(Pattern):
         Sizes of the sections, in order.
     widths : tuple of tuple of int, optional
         For each section the width of each rank. Default: `even_widths`.
+    ratio : tuple of int, optional
+        Instead of ``sections``: how long they are relative to each other, such as ``(1, 1)`` for gate|up.
+    units : tuple of int, optional
+        For each section, the indices that stay together (see `Shard.unit`).
     """
 
     dim: int
-    sections: tuple[int, ...]
+    sections: tuple[int, ...] = ()
     widths: tuple[tuple[int, ...], ...] | None = None
+    ratio: tuple[int, ...] | None = None
+    units: tuple[int, ...] | None = None
     name: ClassVar[str] = "shard_nc"
+
+    def __post_init__(self) -> None:
+        if self.ratio is not None and (self.sections or min(self.ratio, default=0) < 1):
+            raise unfit(
+                f"shard_nc with sections {listing(self.sections)} and ratio {listing(self.ratio)}: expected one of"
+                " them, a ratio of whole numbers from 1."
+            )
+
+    def sizes(self, length: int) -> tuple[int, ...]:
+        """Sizes of the sections of a dim of ``length``.
+
+        Raises
+        ------
+        PatternError
+            They do not make up the dim.
+        """
+        if self.ratio is not None:
+            unit, rest = divmod(length, sum(self.ratio))
+            if rest:
+                raise unfit(f"{self}: a dim of {length} cannot be cut in this ratio.")
+            return tuple(unit * share for share in self.ratio)
+        if sum(self.sections) != length:
+            raise unfit(f"{self}: the sections are {sum(self.sections)} long, the dim {length}.")
+        return self.sections
 
     def _widths(self, shape: _Shape, size: int) -> tuple[tuple[int, ...], ...]:
         """Per section, the width of each rank."""
-        length = _length(self, shape)
+        sections = self.sizes(_length(self, shape))
         what = f"{self} of shape {list(shape)}"
-        if sum(self.sections) != length:
-            raise unfit(f"{what}: the sections are {sum(self.sections)} long, the dim {length}.")
+        for given in (self.widths, self.units):
+            if given is not None and len(given) != len(sections):
+                raise unfit(f"{what}: widths or units of {len(given)} sections are given.")
         if self.widths is None:
-            return tuple(even_widths(section, size) for section in self.sections)
-        if len(self.widths) != len(self.sections):
-            raise unfit(f"{what}: widths of {len(self.widths)} sections are given.")
-        for section, widths in zip(self.sections, self.widths, strict=True):
+            units = self.units or (1,) * len(sections)
+            return tuple(
+                _unit_widths(what, section, size, unit)
+                for section, unit in zip(sections, units, strict=True)
+            )
+        for section, widths in zip(sections, self.widths, strict=True):
             _check_widths(what, widths, size, section)
         return self.widths
 
     def split(self, shape: _Shape, size: int) -> tuple[_Shape | None, ...]:
-        ranks = zip(*self._widths(shape, size), strict=True) if self.sections else [()] * size
+        sections = self._widths(shape, size)
+        ranks = zip(*sections, strict=True) if sections else [()] * size
         return tuple(_resized(shape, self.dim, sum(widths)) for widths in ranks)
 
     def join(self, shape: _Shape, parts: Sequence[Geometry | None]) -> Geometry:
@@ -229,7 +268,8 @@ class ShardNC(Pattern):
         return Concat(shape, self.dim, tuple(slices))
 
     def __str__(self) -> str:
-        return f"shard_nc({self.dim}: {'|'.join(map(str, self.sections))})"
+        sections = self.sections if self.ratio is None else self.ratio
+        return f"shard_nc({self.dim}: {'|'.join(map(str, sections))})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +433,13 @@ def _length(pattern: Shard | ShardNC | Pad, shape: _Shape) -> int:
     if not 0 <= pattern.dim < len(shape):
         raise unfit(f"{pattern} does not fit shape {list(shape)}: there are {len(shape)} dims.")
     return shape[pattern.dim]
+
+
+def _unit_widths(what: str, length: int, size: int, unit: int) -> tuple[int, ...]:
+    """Whole units, dealt out evenly."""
+    if unit < 1 or length % unit:
+        raise unfit(f"{what}: {length} indices are no whole units of {unit}.")
+    return tuple(unit * width for width in even_widths(length // unit, size))
 
 
 def _check_widths(what: str, widths: Sequence[int], size: int, length: int) -> None:

@@ -180,7 +180,7 @@ _PATTERNS: dict[str, type[Pattern]] = {
     kind.name: kind for kind in (Unique, Replicate, Partial, Shard, ShardNC, Hy, Flat, Stacked, Pad)
 }
 # How deep the integers of a field are nested; every other field is one integer.
-_NESTING = {"widths": (1, 2), "sections": (1,), "grid": (2,)}
+_NESTING = {"widths": (1, 2), "sections": (1,), "ratio": (1,), "units": (1,), "grid": (2,)}
 
 
 def _checked(key: str, value: Any) -> Any:

@@ -181,7 +181,7 @@ def test_another_sub_group_size(tmp_path: Path) -> None:
     layout = Layout(dp=2, zero_stage=3, sub_group_size=50)
     path = convert(run.path, tmp_path / "c", layout)
     plan = ucpstore.plan(run.path, tmp_path / "p", to="deepspeed", layout=layout)
-    assert len(plan.target["layout"]["ucp_info"]["ranks"][0]) > 10
+    assert len(plan.target["layout"]["ucp_info"]["ranks"][0]["buffers"]) > 10
     zero = {"sub_group_size": 50}
     resumed = resume_run(
         "s1-fp32-dp2", path, tmp_path / "r", world=2, stage=3, dtype="fp32", zero=zero
@@ -298,7 +298,7 @@ def test_command_line(tmp_path: Path) -> None:
     plan = json.loads(done.stdout)
     validate(plan, "plan")
     info = plan["target"]["layout"]["ucp_info"]
-    held = sum(part[2] for rank in info["ranks"] for flat in rank for part in flat["parts"])
+    held = sum(part[2] for rank in info["ranks"] for flat in rank["buffers"] for part in flat["parts"])
     assert held == 11063 + 211
     assert not (tmp_path / "c").exists()
     done = CliRunner().invoke(main, ["convert", *request, *layout])

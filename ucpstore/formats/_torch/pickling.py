@@ -18,6 +18,7 @@ import numpy as np
 
 from ucpstore.dtypes import itemsize
 from ucpstore.errors import PlanError
+from ucpstore.layout.local import Local
 from ucpstore.tagged import NumpyArray, StubObject, Symbol, TensorName
 
 __all__ = ["Part", "Size", "Tensor", "dump"]
@@ -55,11 +56,13 @@ class Part:
     ----------
     fqn, state : str
     shape : tuple of int
-        Of the whole state.
+        Of the whole state, or of the local tensor.
     start, count : int, elements
         Which of its flattened elements.
     offset : int, elements
         Where they begin in the target's tensor.
+    local : Local, optional
+        The run is one of a rank's local tensor of the state, not of the state itself.
     """
 
     fqn: str
@@ -68,6 +71,7 @@ class Part:
     start: int
     count: int
     offset: int
+    local: Local | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -120,6 +120,8 @@ def collect_common(
         )
     rest = dict(shard.rest)
     loss_scaler = rest.pop("loss_scaler", None)
+    if shard.patterns is not None:
+        rest["universal_checkpoint_info"] = shard.patterns
     framework = {
         "name": "deepspeed",
         "version": first.rest.get("ds_version") or rest.get("ds_version"),

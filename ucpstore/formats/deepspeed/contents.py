@@ -7,32 +7,84 @@ Keys and where they are read: ``runtime/engine.py`` (``_common_checkpoint_state`
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from ucpstore.contracts import ParameterSpec, Role
+from ucpstore.formats.deepspeed.ranks import ModelRank, buffer_of, weight_of
 from ucpstore.formats.deepspeed.recipe import Recipe, tensors_in
 from ucpstore.formats.deepspeed.states import MASTER
+from ucpstore.formats.deepspeed.tpinfo import UNIVERSAL
 from ucpstore.formats.deepspeed.ucpinfo import Flat
 from ucpstore.formats.torchwrite import Part, Size, Tensor
+from ucpstore.layout.local import Local
 from ucpstore.tagged import StubObject
 
-__all__ = ["file_names", "model_file", "optimizer_file"]
+__all__ = ["File", "content", "files_of", "layer_file", "model_file", "optimizer_file"]
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
-def file_names(recipe: Recipe) -> list[tuple[str, str, int]]:
-    """``(file, kind, rank)`` of every file (``_get_ckpt_name``, ``_get_zero_ckpt_name``)."""
-    ranks = range(recipe.layout.dp)
-    if recipe.layout.zero_stage == 3:
-        models = [(f"zero_pp_rank_{r}_mp_rank_00_model_states.pt", "model", r) for r in ranks]
-    else:
-        models = [("mp_rank_00_model_states.pt", "model", 0)]
-    stem = f"{recipe.prefix}zero_pp_rank_"
-    return models + [(f"{stem}{r}_mp_rank_00_optim_states.pt", "optimizer", r) for r in ranks]
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of the checkpoint.
+
+    Attributes
+    ----------
+    name : str
+    kind : {"model", "optimizer", "layer"}
+    rank : ModelRank
+        Whose it is.
+    dp : int
+        Data-parallel rank.
+    layer : int
+        Of a layer file.
+    """
+
+    name: str
+    kind: Literal["model", "optimizer", "layer"]
+    rank: ModelRank
+    dp: int = 0
+    layer: int = 0
+
+
+def files_of(recipe: Recipe) -> list[File]:
+    """All files.
+
+    Names: ``_get_ckpt_name`` and ``_get_zero_ckpt_name`` of ``runtime/engine.py``, and ``ckpt_layer_path`` of
+    ``runtime/pipe/module.py``, which leaves out the tensor-parallel rank where the topology has none;
+    ``ckpt_layer_path_list`` finds both spellings.
+    """
+    ranks = range(recipe.layout.zero_ranks)
+    models, optimizers, layers = [], [], []
+    for rank in recipe.ranks:
+        mp = f"mp_rank_{rank.mp:02d}"
+        if recipe.layout.zero_stage == 3:
+            models += [
+                File(f"zero_pp_rank_{dp}_{mp}_model_states.pt", "model", rank, dp) for dp in ranks
+            ]
+        else:
+            models.append(File(f"{mp}_model_states.pt", "model", rank))
+        stem = f"{recipe.prefix}zero_pp_rank_"
+        optimizers += [
+            File(f"{stem}{dp}_{mp}_optim_states.pt", "optimizer", rank, dp) for dp in ranks
+        ]
+        if recipe.pipeline is not None:
+            layers += [
+                File(f"layer_{n:02d}-model_{rank.tp:02d}-model_states.pt", "layer", rank, layer=n)
+                for n in recipe.pipeline.files
+                if recipe.pipeline.stage_of(n) == rank.pp
+            ]
+    return models + layers + optimizers
+
+
+def content(recipe: Recipe, file: File) -> Any:
+    """What is pickled into a file."""
+    if file.kind == "layer":
+        return layer_file(recipe, file.rank, file.layer)
+    make = model_file if file.kind == "model" else optimizer_file
+    return make(recipe, file.rank, file.dp)
 
 
 def _config(recipe: Recipe) -> Any:
@@ -48,6 +100,9 @@ def _config(recipe: Recipe) -> Any:
     bf16 = config.get("bf16")
     bf16 = {**(bf16 if isinstance(bf16, dict) else {}), "enabled": recipe.dtype == "bfloat16"}
     kept = {key: value for key, value in config.items() if key != "tensor_parallel"}
+    autotp = config.get("tensor_parallel")
+    if isinstance(autotp, dict) and layout.tp > 1:
+        kept["tensor_parallel"] = {**autotp, "autotp_size": layout.tp}
     if isinstance(fp16 := kept.get("fp16"), dict):
         kept["fp16"] = {**fp16, "enabled": recipe.dtype == "float16"}
     return {**kept, "zero_optimization": zero, "bf16": bf16}
@@ -56,109 +111,127 @@ def _config(recipe: Recipe) -> Any:
 # ---------------------------------------------------------------------- model files
 
 
-def _whole(fqn: str, state: str, shape: tuple[int, ...]) -> Part:
-    return Part(fqn, state, shape, 0, math.prod(shape), 0)
+def _tensor(fqn: str, state: str, local: Local, dtype: str) -> Tensor:
+    """All that a rank holds of a state."""
+    geometry = None if local == Local.whole(local.shape) else local
+    part = Part(fqn, state, local.shape, 0, local.numel, 0, geometry)
+    return Tensor(dtype, local.shape, (part,))
 
 
-def _weight(recipe: Recipe, parameter: ParameterSpec) -> tuple[str, tuple[int, ...], str]:
-    """State that the model's weight is made from, its shape, and the target's element type."""
-    state = MASTER if MASTER in parameter.states else "weight"
-    spec = parameter.states[state]
-    return state, spec.shape, recipe.dtype if spec.dtype in _FLOATS else spec.dtype
+def _weight(recipe: Recipe, fqn: str, tp: int) -> tuple[str, Local, str]:
+    """State that the model's weight is made from, the rank's slice, and the target's element type."""
+    state, spec = weight_of(recipe.parameters[fqn])
+    dtype = recipe.dtype if spec.dtype in _FLOATS else spec.dtype
+    return state, recipe.slices.local(fqn, tp), dtype
 
 
-def _module(recipe: Recipe) -> OrderedDict[str, Tensor]:
-    """``module``: weights, buffers and aliases; at stage 3 empty placeholders instead of weights."""
+def _module(recipe: Recipe, rank: ModelRank) -> OrderedDict[str, Tensor]:
+    """Weights, buffers and aliases; at stage 3 empty placeholders instead of weights."""
     module: OrderedDict[str, Tensor] = OrderedDict()
-    for fqn, parameter in recipe.parameters.items():
-        if buffer := _buffer(parameter):
-            spec = parameter.states[buffer]
-            tensor = Tensor(spec.dtype, spec.shape, (_whole(fqn, buffer, spec.shape),))
+    for fqn in rank.names:
+        parameter = recipe.parameters[fqn]
+        if buffer := buffer_of(parameter):
+            local = recipe.slices.local(fqn, rank.tp)
+            tensor = _tensor(fqn, buffer, local, parameter.states[buffer].dtype)
         else:
-            state, shape, dtype = _weight(recipe, parameter)
+            state, local, dtype = _weight(recipe, fqn, rank.tp)
             if recipe.layout.zero_stage == 3:
                 tensor = Tensor(dtype, (0,))
             else:
-                tensor = Tensor(dtype, shape, (_whole(fqn, state, shape),))
+                tensor = _tensor(fqn, state, local, dtype)
         for name in (fqn, *parameter.aliases):
             module[name] = tensor
     return module
 
 
-def _buffer(parameter: ParameterSpec) -> str | None:
-    return next((n for n, s in parameter.states.items() if s.role is Role.BUFFER), None)
+def layer_file(recipe: Recipe, rank: ModelRank, layer: int) -> OrderedDict[str, Tensor]:
+    """A layer file: its state dict with local names (``save_state_dict`` of ``runtime/pipe/module.py``)."""
+    prefix = recipe.pipeline.files[layer] if recipe.pipeline is not None else ""
+    return OrderedDict(
+        (name.removeprefix(prefix), tensor)
+        for name, tensor in _module(recipe, rank).items()
+        if name.startswith(prefix)
+    )
 
 
-def _frozen(recipe: Recipe) -> Iterator[tuple[str, ParameterSpec]]:
-    for fqn, parameter in recipe.parameters.items():
-        if MASTER not in parameter.states and _buffer(parameter) is None:
-            yield fqn, parameter
+def _frozen(recipe: Recipe, rank: ModelRank) -> Iterator[str]:
+    for fqn in rank.names:
+        parameter = recipe.parameters[fqn]
+        if MASTER not in parameter.states and buffer_of(parameter) is None:
+            yield fqn
 
 
-def _fragments(recipe: Recipe, rank: int) -> OrderedDict[str, Tensor]:
+def _fragments(recipe: Recipe, rank: ModelRank, dp: int) -> OrderedDict[str, Tensor]:
     """``frozen_param_fragments``: whole at stage 2, this rank's ``ceil(n / dp)`` elements at stage 3."""
     found: OrderedDict[str, Tensor] = OrderedDict()
-    for fqn, parameter in _frozen(recipe):
-        state, shape, dtype = _weight(recipe, parameter)
+    for fqn in _frozen(recipe, rank):
+        state, local, dtype = _weight(recipe, fqn, rank.tp)
+        whole = _tensor(fqn, state, local, dtype)
         if recipe.layout.zero_stage != 3:
-            found[fqn] = Tensor(dtype, shape, (_whole(fqn, state, shape),))
+            found[fqn] = whole
             continue
-        numel = math.prod(shape)
-        size = -(-numel // recipe.layout.dp)
-        count = min(max(numel - rank * size, 0), size)
-        parts = (Part(fqn, state, shape, rank * size, count, 0),) if count else ()
+        size = -(-local.numel // recipe.layout.zero_ranks)
+        count = min(max(local.numel - dp * size, 0), size)
+        parts = tuple(replace(p, start=dp * size, count=count) for p in whole.parts if count)
         found[fqn] = Tensor(dtype, (size,), parts)
     return found
 
 
-def _client(recipe: Recipe, rank: int) -> dict[str, Any]:
+def _client(recipe: Recipe, rank: ModelRank, dp: int) -> dict[str, Any]:
     """The client's entries, and the states of random number generators of this rank."""
     common = recipe.common
-    label = f"dp_{rank}_mp_0" if recipe.layout.zero_stage == 3 else "mp_0"
+    label = recipe.label(rank, dp)
     rng = common.get("rng") or {}
     mine: dict[str, Any] = rng.get(label) or next(iter(rng.values()), {})
     others = (common.get("client_by_rank") or {}).get(label, {})
-    return {**(common.get("client") or {}), **others, **mine}
+    found = {**(common.get("client") or {}), **others, **mine}
+    if recipe.universal is not None:
+        found[UNIVERSAL] = recipe.universal
+    return found
 
 
-def model_file(recipe: Recipe, rank: int) -> dict[str, Any]:
-    """A model file (``mp_rank_00`` at stages 1 and 2, one of every rank at stage 3)."""
+def model_file(recipe: Recipe, rank: ModelRank, dp: int) -> dict[str, Any]:
+    """A model file: one of every model-parallel rank, at stage 3 of every rank."""
     layout, framework = recipe.layout, recipe.framework
     frozen = layout.zero_stage >= 2
     shapes = [
         OrderedDict((member.fqn, Size(member.shape)) for member in members)
-        for _, members in recipe.info.units
+        for _, members in rank.info.units
     ]
-    shared = {
-        alias: fqn for fqn, parameter in recipe.parameters.items() for alias in parameter.aliases
-    }
     counters = recipe.common.get("counters") or {}
     engine = {
-        "module": _module(recipe),
-        "buffer_names": [f for f, p in recipe.parameters.items() if _buffer(p)],
+        "module": None if recipe.pipeline is not None else _module(recipe, rank),
+        "buffer_names": [fqn for fqn in rank.names if buffer_of(recipe.parameters[fqn])],
         "optimizer": None,
         "param_shapes": shapes,
         "frozen_param_shapes": (
-            OrderedDict((f, Size(_weight(recipe, p)[1])) for f, p in _frozen(recipe))
+            OrderedDict(
+                (f, Size(recipe.slices.local(f, rank.tp).shape)) for f in _frozen(recipe, rank)
+            )
             if frozen
             else None
         ),
-        "frozen_param_fragments": _fragments(recipe, rank) if frozen else None,
-        "shared_params": shared if rank == 0 else {},
+        "frozen_param_fragments": _fragments(recipe, rank, dp) if frozen else None,
+        "shared_params": _shared(recipe, rank) if rank.mp == dp == 0 else {},
         "lr_scheduler": recipe.common.get("scheduler"),
         "data_sampler": framework.get("data_sampler"),
         "random_ltd": framework.get("random_ltd"),
         "skipped_steps": counters.get("skipped_steps", 0),
         "global_steps": counters.get("global_steps", 0),
         "global_samples": counters.get("global_samples", 0),
-        "dp_world_size": layout.dp,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "dp_world_size": layout.zero_ranks,
+        "mp_world_size": layout.model_ranks,
+        "checkpoint_parallel_dimensions": {"pp_degree": layout.pp, "tp_degree": layout.tp},
         "ds_config": _config(recipe),
         "ds_version": recipe.zero_version,
     }
-    found: dict[str, Any] = tensors_in({**_client(recipe, rank), **engine}, recipe)
+    found: dict[str, Any] = tensors_in({**_client(recipe, rank, dp), **engine}, recipe)
     return found
+
+
+def _shared(recipe: Recipe, rank: ModelRank) -> dict[str, str]:
+    """``shared_params``: alias -> name; only the very first rank records them."""
+    return {alias: fqn for fqn in rank.names for alias in recipe.parameters[fqn].aliases}
 
 
 # ------------------------------------------------------------------ optimizer files
@@ -167,7 +240,7 @@ def model_file(recipe: Recipe, rank: int) -> dict[str, Any]:
 def _scaler(recipe: Recipe) -> dict[str, Any]:
     """The loss scaler; engines of fp32 and bf16 have a static one of 1."""
     saved = recipe.common.get("loss_scaler")
-    facts = recipe.framework.get("optimizer", {})
+    facts = recipe.optimizer_facts
     if isinstance(saved, StubObject) and recipe.dtype == "float16":
         return {
             "loss_scaler": saved,
@@ -183,12 +256,12 @@ def _scaler(recipe: Recipe) -> dict[str, Any]:
     return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
 
 
-def _base_state(recipe: Recipe, flats: list[Flat]) -> dict[str, Any]:
+def _base_state(recipe: Recipe, rank: ModelRank, flats: list[Flat]) -> dict[str, Any]:
     """The torch optimizer's ``state_dict``: one flat parameter per buffer."""
     state: dict[int, dict[str, Any]] = {}
-    for index, (flat, (_, members)) in enumerate(zip(flats, recipe.info.units, strict=True)):
+    for index, (flat, (_, members)) in enumerate(zip(flats, rank.info.units, strict=True)):
         entry: dict[str, Any] = {}
-        names = recipe.groups[flat.group].states
+        names = rank.groups[flat.group].states
         if names and (step := recipe.step(members)) is not None:
             entry["step"] = step
         for native, ours in names.items():
@@ -197,20 +270,21 @@ def _base_state(recipe: Recipe, flats: list[Flat]) -> dict[str, Any]:
             state[index] = entry
     groups = [
         {**group.hyper, "params": [i for i, flat in enumerate(flats) if flat.group == position]}
-        for position, group in enumerate(recipe.groups)
+        for position, group in enumerate(rank.groups)
     ]
     return {"state": state, "param_groups": groups}
 
 
-def optimizer_file(recipe: Recipe, rank: int) -> dict[str, Any]:
+def optimizer_file(recipe: Recipe, rank: ModelRank, dp: int) -> dict[str, Any]:
     """The optimizer file of a rank."""
-    flats = recipe.info.rank(rank)
-    base = _base_state(recipe, flats)
+    flats = rank.info.rank(dp)
+    base = _base_state(recipe, rank, flats)
+    ranks = recipe.layout.zero_ranks
     if recipe.layout.zero_stage == 3:
         inner = {
             "zero_stage": 3,
             **_scaler(recipe),
-            "partition_count": recipe.layout.dp,
+            "partition_count": ranks,
             "optimizer_state_dict": base,
             "fp32_flat_groups": [
                 Tensor("float32", (flat.numel,), flat.of(MASTER)) for flat in flats
@@ -226,10 +300,12 @@ def optimizer_file(recipe: Recipe, rank: int) -> dict[str, Any]:
                 Tensor("float32", (flat.numel - flat.padding,), flat.of(MASTER)) for flat in flats
             ],
             "group_paddings": [flat.padding for flat in flats],
-            "partition_count": [recipe.layout.dp] * len(flats),
+            "partition_count": [ranks] * len(flats),
             "ds_version": recipe.zero_version,
             "param_slice_mappings": [_mapping(flat) for flat in flats],
         }
+    if UNIVERSAL in recipe.optimizer_facts and recipe.universal is not None:
+        inner[UNIVERSAL] = recipe.universal
     root = {
         "optimizer_state_dict": inner,
         "ds_config": _config(recipe),
@@ -240,7 +316,7 @@ def optimizer_file(recipe: Recipe, rank: int) -> dict[str, Any]:
 
 
 def _clip(recipe: Recipe) -> dict[str, Any]:
-    clip = recipe.framework.get("optimizer", {}).get("clip_grad")
+    clip = recipe.optimizer_facts.get("clip_grad")
     if clip is None:
         config = recipe.framework.get("ds_config")
         clip = config.get("gradient_clipping") if isinstance(config, dict) else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ucpstore.errors import (
     CorruptSourceError,
@@ -42,10 +43,13 @@ class Layers:
         Per module its copies (one, or several of a tied module), each with all tensor-parallel ranks.
     census : Census
         What the names of all of them stand for.
+    numbers : dict of str to list of int
+        Per module, by what its names start with, the layers whose files hold it.
     """
 
     replicas: list[list[list[Model]]]
     census: Census
+    numbers: dict[str, list[int]]
 
     @property
     def names(self) -> list[str]:
@@ -56,6 +60,32 @@ class Layers:
     def firsts(self) -> list[Model]:
         """The first copy's first rank of every module."""
         return [copies[0][0] for copies in self.replicas]
+
+    def facts(self, stages: Sequence[Model]) -> dict[str, Any]:
+        """What a writer must know of the pipeline, as JSON.
+
+        ``stages``: per stage the layers that have names of their own; ``tied``: per key the layers whose
+        files hold the tied module, and the stages that do. Layers without a file are not known.
+
+        Parameters
+        ----------
+        stages : sequence of Model
+            The model file of every stage's first rank.
+        """
+        own: list[list[int]] = []
+        tied: dict[str, dict[str, list[int]]] = {
+            prefix.removeprefix(_TIED).rstrip("."): {"layers": layers, "stages": []}
+            for prefix, layers in self.numbers.items()
+            if prefix.startswith(_TIED)
+        }
+        for stage, model in enumerate(stages):
+            names = {*model.trainable, *model.buffer_names}
+            layers = {name.partition(".")[0] for name in names if not name.startswith(_TIED)}
+            own.append(sorted(int(layer) for layer in layers if layer.isdecimal()))
+            keys = {name.split(".")[1] for name in names if name.startswith(_TIED)}
+            for key in keys & tied.keys():
+                tied[key]["stages"].append(stage)
+        return {"stages": own, "tied": tied}
 
 
 def read_layers(
@@ -90,6 +120,7 @@ def read_layers(
     buffers = frozenset[str]().union(*(model.buffer_names for model in models))
     shapes = [_shapes(models[rank::tp]) for rank in range(tp)]
     modules: dict[str, list[list[Model]]] = {}
+    numbers: dict[str, list[int]] = {}
     for layer in sorted({layer for layer, _ in files}):
         copy = []
         prefix = _prefix(layer, files[layer, 0], known[0], buffers)
@@ -105,11 +136,12 @@ def read_layers(
             if copy[0].module.keys() != copy[-1].module.keys():
                 raise _other_names(copy[-1], copy[0])
         modules.setdefault(prefix, []).append(copy)
+        numbers.setdefault(prefix, []).append(layer)
         if modules[prefix][0][0].module.keys() != copy[0].module.keys():
             raise _other_names(copy[0], modules[prefix][0][0])
     replicas = list(modules.values())
     _require_complete(found, replicas, [*dict.fromkeys([*known[0], *sorted(buffers)])])
-    return Layers(replicas, _census(replicas, models[0].shared))
+    return Layers(replicas, _census(replicas, models[0].shared), numbers)
 
 
 def _known(models: Iterable[Model], shards: Iterable[Sequence[Shard]]) -> dict[str, int]:

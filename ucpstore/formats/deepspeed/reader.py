@@ -130,6 +130,9 @@ class _Opening:
             layers=() if ranks.layers is None else ranks.layers.firsts,
             file_of=self._file_of,
         )
+        if ranks.layers is not None:
+            facts = ranks.layers.facts(ranks.models[:: self._tp])
+            common.document["framework"]["pipeline"] = facts
         self._warnings += compare_steps(common.document["steps"], first)
         return PieceSource(
             format=DeepSpeedFormat.name,

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ucpstore.contracts import CommonState, ParameterSpec, Role, Source
-from ucpstore.errors import Kind, PlanError, UnsupportedSourceError, listing
+from ucpstore.errors import Kind, PatternError, PlanError, UnsupportedSourceError, listing
+from ucpstore.formats.deepspeed.pipelining import Pipeline, is_pipeline, make_pipeline
+from ucpstore.formats.deepspeed.ranks import (
+    SUB_GROUP_SIZE,
+    Group,
+    ModelRank,
+    Slices,
+    buffer_of,
+    model_ranks,
+)
 from ucpstore.formats.deepspeed.states import MASTER, name_and_role
-from ucpstore.formats.deepspeed.ucpinfo import Member, UcpInfo, deal, undeal
+from ucpstore.formats.deepspeed.tpinfo import UNIVERSAL, describe_slices, universal_info
+from ucpstore.formats.deepspeed.ucpinfo import Member, undeal
 from ucpstore.formats.torchwrite import Part, Tensor
 from ucpstore.layout.parallel import Layout
+from ucpstore.layout.rules import Patterns
 from ucpstore.tagged import StubObject, TensorName, decode
 
-__all__ = ["Group", "Recipe", "make_recipe", "tensors_in"]
-
-SUB_GROUP_SIZE = 1_000_000_000
-"""DeepSpeed's default (``runtime/zero/config.py``)."""
+__all__ = ["Recipe", "known_patterns", "make_recipe", "tensors_in"]
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _OLDEST = "0.3.17"
 _PADDED = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A parameter group: hyper-parameters, parameters in flat order, names of the optimizer's states."""
-
-    hyper: Mapping[str, Any]
-    members: tuple[Member, ...]
-    states: Mapping[str, str]
-    """The optimizer's name of a state -> ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +42,24 @@ class Recipe:
     source : str
         URL, for messages.
     layout : Layout
-        With its dtype and sub-group size decided.
+        With everything decided that it left open.
     groups : tuple of Group
-    info : UcpInfo
+        With logical shapes.
+    slices : Slices
+        Which slice of every parameter the tensor-parallel ranks hold.
+    pipeline : Pipeline or None
+        Of a ``PipelineModule``.
+    ranks : tuple of ModelRank
+        By model-parallel rank.
+    universal : mapping or None
+        ``universal_checkpoint_info``, right for the target's degree.
     parameters : mapping of str to ParameterSpec
     common : mapping
         The decoded common document.
     tensors : mapping of str to StateSpec
         Of the common state.
+    facts : mapping
+        The source's own degrees.
     tag : str
     warnings : tuple of str
     """
@@ -59,10 +67,14 @@ class Recipe:
     source: str
     layout: Layout
     groups: tuple[Group, ...]
-    info: UcpInfo
+    slices: Slices
+    pipeline: Pipeline | None
+    ranks: tuple[ModelRank, ...]
+    universal: Mapping[str, Any] | None
     parameters: Mapping[str, ParameterSpec]
     common: Mapping[str, Any]
     tensors: Mapping[str, Any]
+    facts: Mapping[str, Any]
     tag: str
     warnings: tuple[str, ...]
 
@@ -84,6 +96,56 @@ class Recipe:
     @property
     def zero_version(self) -> str:
         return str(self.framework.get("version") or _OLDEST)
+
+    @property
+    def optimizer_facts(self) -> Mapping[str, Any]:
+        """What the source's optimizer files had besides tensors."""
+        found = self.framework.get("optimizer")
+        return found if isinstance(found, dict) else {}
+
+    def label(self, rank: ModelRank, dp: int) -> str | None:
+        """The label, in the common state, of the source rank with the same coordinates."""
+        return _label(self.facts, (rank.pp, rank.tp, dp), self._labels())
+
+    def _labels(self) -> Collection[str]:
+        rng, clients = self.common.get("rng") or {}, self.common.get("client_by_rank") or {}
+        return {*rng, *clients}
+
+    def ucp_info(self) -> dict[str, Any]:
+        """Which rank holds which parts (GenUcpMetadata of the UCP paper).
+
+        ``ranks``: per rank and flat buffer, ``[fqn, first element, elements, offset in the buffer]`` of every
+        part, in elements of the local tensor. ``slices``: per model-parallel rank, the shape of local
+        tensors that are no whole parameters, and their boxes as ``[first index here, first index in the
+        parameter, sizes]``.
+        """
+        layout = self.layout
+        ranks: list[dict[str, Any]] = []
+        slices = []
+        for rank in self.ranks:
+            cut = {
+                member.fqn: member.local.to_json()
+                for group in rank.groups
+                for member in group.members
+                if member.local is not None
+            }
+            slices.append({"pp": rank.pp, "tp": rank.tp, "parameters": cut})
+            ranks += [
+                {"pp": rank.pp, "tp": rank.tp, "dp": dp, "buffers": buffers}
+                for dp, buffers in enumerate(rank.info.to_json())
+            ]
+        found: dict[str, Any] = {
+            "zero_stage": layout.zero_stage,
+            "pp": layout.pp,
+            "tp": layout.tp,
+            "dp": layout.zero_ranks,
+            "sub_group_size": layout.sub_group_size,
+            "ranks": ranks,
+            "slices": slices,
+        }
+        if self.pipeline is not None:
+            found["pipeline"] = self.pipeline.to_json()
+        return found
 
     def step(self, members: Sequence[Member]) -> Any:
         """The step of a flat buffer as the optimizer keeps it, or None where it has none."""
@@ -127,17 +189,25 @@ def tensors_in(value: Any, recipe: Recipe) -> Any:
     return value
 
 
-def make_recipe(source: Source, layout: Layout) -> Recipe:
+def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None) -> Recipe:
     """Check that ``source`` can be written in ``layout``, and decide everything that the layout leaves open.
+
+    Parameters
+    ----------
+    source : Source
+    layout : Layout
+    patterns : Patterns, optional
+        How parameters lie on tensor-parallel ranks; these rules come before the source's own.
 
     Raises
     ------
     PlanError
-        The layout is not one that is written yet, or says too little.
+        The layout is not one that is written yet, contradicts the model, or says too little.
+    PatternError
+        No rule says how a parameter lies on the tensor-parallel ranks.
     UnsupportedSourceError
         The source lacks something that DeepSpeed needs, or has states without a native form.
     """
-    _check_layout(layout)
     document, warnings = _without_lost(source.common.document)
     common = decode(document)
     framework = common.get("framework")
@@ -148,37 +218,78 @@ def make_recipe(source: Source, layout: Layout) -> Recipe:
         )
     config = framework.get("ds_config")
     config = config if isinstance(config, dict) else {}
-    layout = _decide(source, layout, config)
-    groups = tuple(_groups(source, common, config, layout))
-    info = UcpInfo.of(
-        [group.members for group in groups],
-        layout.zero_stage,
-        layout.dp,
-        layout.sub_group_size or SUB_GROUP_SIZE,
+    layout = _decide(source, layout, config, framework.get("pipeline"))
+    _check_layout(layout)
+    slices = Slices(source.parameters, known_patterns(source, patterns), layout.tp)
+    groups = tuple(_groups(source, common, config, warnings))
+    pipeline = None
+    if layout.pipeline:
+        pipeline = make_pipeline(_numels(source, slices), framework.get("pipeline"), layout)
+        warnings += pipeline.warnings
+    ranks = model_ranks(
+        groups,
+        source.parameters,
+        slices,
+        layout,
+        pipeline=pipeline,
+        dealt=_is_dealt(config, layout),
     )
-    warnings += _rng_warnings(common, layout)
     tag = source.parallelism.get("tag")
     if not isinstance(tag, str) or not tag:
         tag = f"global_step{common['counters'].get('global_steps', 0)}"
-    return Recipe(
+    recipe = Recipe(
         source=source.url,
         layout=layout,
         groups=groups,
-        info=info,
+        slices=slices,
+        pipeline=pipeline,
+        ranks=tuple(ranks),
+        universal=_universal(source, framework, slices, patterns),
         parameters=source.parameters,
         common=common,
         tensors=source.common.tensors,
+        facts=source.parallelism,
         tag=tag,
-        warnings=tuple(warnings),
+        warnings=(),
     )
+    return replace(recipe, warnings=(*warnings, *_rng_warnings(recipe)))
+
+
+def _universal(
+    source: Source, framework: Mapping[str, Any], slices: Slices, patterns: Patterns | None
+) -> dict[str, Any] | None:
+    """``universal_checkpoint_info``: the source's, unless the given patterns say otherwise than it does."""
+    found = framework.get(UNIVERSAL)
+    optimizer = framework.get("optimizer")
+    if not isinstance(found, dict) and isinstance(optimizer, dict):
+        found = optimizer.get(UNIVERSAL)
+    if not isinstance(found, dict) or not _is_described(source, slices, patterns):
+        return describe_slices(slices) if slices.degree > 1 else None
+    return universal_info(found, slices)
+
+
+def _is_described(source: Source, slices: Slices, patterns: Patterns | None) -> bool:
+    """Whether the source's own patterns give these slices."""
+    own = known_patterns(source, None)
+    if patterns is None or own is None:
+        return True
+    try:
+        theirs = Slices(source.parameters, own, slices.degree)
+    except PatternError:
+        return False
+    return theirs.held == slices.held
+
+
+def known_patterns(source: Source, patterns: Patterns | None) -> Patterns | None:
+    """The given rules, and after them the source's own."""
+    document = source.common.document.get("patterns")
+    if document is None:
+        return patterns
+    own = Patterns.from_json(document)
+    return own if patterns is None else patterns + own
 
 
 def _check_layout(layout: Layout) -> None:
-    if layout.tp != 1 or layout.pp != 1:
-        raise PlanError(
-            f"layout tp={layout.tp}, pp={layout.pp}: native DeepSpeed checkpoints are only written for tp=1 and"
-            " pp=1 yet."
-        )
     if layout.zero_stage == 0:
         raise PlanError(
             "layout zero_stage=0: native DeepSpeed checkpoints are only written for stages 1, 2 and 3 yet."
@@ -187,6 +298,33 @@ def _check_layout(layout: Layout) -> None:
         raise PlanError(
             f"layout sub_group_size={layout.sub_group_size}: only stage 3 has sub-groups."
         )
+    if layout.pipeline and layout.zero_stage > 1:
+        raise PlanError(
+            f"layout zero_stage={layout.zero_stage} with a pipeline of {layout.pp} stages: DeepSpeed's PipelineEngine"
+            " takes stages 0 and 1 only.",
+            hint="Choose zero_stage=1, or for a model that is no PipelineModule pp=1.",
+        )
+    if layout.pp > 1 and not layout.pipeline:
+        raise PlanError(
+            f"layout pp={layout.pp} with pipeline=False: only a PipelineModule has stages."
+        )
+    given = [name for name in _OF_PIPELINES if getattr(layout, name) is not None]
+    if given and not layout.pipeline:
+        raise PlanError(
+            f"layout {listing(given)}: only a pipeline has layers.",
+            hint="Say pipeline=true if the model is a PipelineModule.",
+        )
+
+
+_OF_PIPELINES = ("layers", "stages", "partition", "tied")
+
+
+def _numels(source: Source, slices: Slices) -> dict[str, int]:
+    """Trainable elements of everything on the first tensor-parallel rank."""
+    return {
+        fqn: slices.local(fqn, 0).numel if MASTER in parameter.states else 0
+        for fqn, parameter in source.parameters.items()
+    }
 
 
 def _without_lost(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -209,7 +347,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _decide(source: Source, layout: Layout, config: Mapping[str, Any]) -> Layout:
+def _decide(source: Source, layout: Layout, config: Mapping[str, Any], facts: object) -> Layout:
     """Fill in what the layout leaves to the source."""
     own = _source_dtype(source, config)
     dtype = layout.dtype or own
@@ -222,8 +360,12 @@ def _decide(source: Source, layout: Layout, config: Mapping[str, Any]) -> Layout
     if layout.zero_stage == 3:
         size = int(size) if isinstance(size, int | float) and size >= 1 else SUB_GROUP_SIZE
     else:
-        size = None
-    return Layout(layout.dp, 1, 1, layout.zero_stage, dtype, size)
+        size = layout.sub_group_size
+    pipeline = layout.pipeline
+    if pipeline is None:
+        was = is_pipeline(source.parameters, source.parallelism, facts)
+        pipeline = layout.pp > 1 or (was and layout.zero_stage <= 1)
+    return replace(layout, dtype=dtype, sub_group_size=size, pipeline=pipeline)
 
 
 def _source_dtype(source: Source, config: Mapping[str, Any]) -> str:
@@ -235,7 +377,7 @@ def _source_dtype(source: Source, config: Mapping[str, Any]) -> str:
 
 
 def _groups(
-    source: Source, common: Mapping[str, Any], config: Mapping[str, Any], layout: Layout
+    source: Source, common: Mapping[str, Any], config: Mapping[str, Any], warnings: list[str]
 ) -> list[Group]:
     groups = []
     for index, entry in enumerate(common["param_groups"]):
@@ -246,11 +388,13 @@ def _groups(
                 f"{source.url}: parameter group {index} has {found}; it cannot be written natively yet."
             )
         members = [_member(source, fqn) for fqn in entry["params"]]
-        members = _reorder(source, config, layout, members)
+        members = _in_order(source, config, members, warnings)
         groups.append(Group(hyper, tuple(members), _states(source, index, members)))
     owned = {member.fqn for group in groups for member in group.members}
     astray = [
-        f for f, p in source.parameters.items() if p.trainable and _is_param(p) and f not in owned
+        f
+        for f, p in source.parameters.items()
+        if p.trainable and buffer_of(p) is None and f not in owned
     ]
     if astray or not owned:
         raise UnsupportedSourceError(
@@ -262,10 +406,6 @@ def _groups(
             f"{source.url}: the optimizer keeps numbers besides the step; they have no native form yet."
         )
     return groups
-
-
-def _is_param(parameter: ParameterSpec) -> bool:
-    return all(spec.role is not Role.BUFFER for spec in parameter.states.values())
 
 
 def _member(source: Source, fqn: str) -> Member:
@@ -281,19 +421,47 @@ def _member(source: Source, fqn: str) -> Member:
     return Member(fqn, spec.shape)
 
 
-def _reorder(
-    source: Source, config: Mapping[str, Any], layout: Layout, members: list[Member]
+def _in_order(
+    source: Source, config: Mapping[str, Any], members: list[Member], warnings: list[str]
 ) -> list[Member]:
-    """Flat order of the target: ``round_robin_gradients`` deals parameters out by the number of ranks."""
-    if _section(config, "zero_optimization").get("round_robin_gradients") is not True:
+    """The order of the user's optimizer, which the source's flat order came from.
+
+    Stages of a pipeline are listed one after the other, and each lists tied modules first, as
+    ``named_parameters`` does; so does whichever stage holds them in the target.
+    """
+    dealt = _section(config, "zero_optimization").get("round_robin_gradients") is True
+    dealt = dealt and source.parallelism.get("optimizer_class") == "DeepSpeedZeroOptimizer"
+    if source.parallelism.get("pp", 1) == 1:
+        return undeal(members, int(source.parallelism["dp"])) if dealt else members
+    if dealt:
+        text = (
+            "round_robin_gradients with a pipeline: the order of the optimizer's parameters is taken to be that of"
+            " the model."
+        )
+        warnings += [text] if text not in warnings else []
+        place = {fqn: position for position, fqn in enumerate(source.parameters)}
+        members = sorted(members, key=lambda member: place[member.fqn])
+    layers = [layer for m in members if (layer := _layer_of(m.fqn)) is not None]
+    if layers != sorted(layers):
         return members
-    if source.parallelism.get("optimizer_class") == "DeepSpeedZeroOptimizer":
-        members = undeal(members, int(source.parallelism["dp"]))
+    return sorted(members, key=lambda member: _layer_of(member.fqn) is not None)
+
+
+def _layer_of(fqn: str) -> int | None:
+    """The layer of a pipeline that a name belongs to; None for a tied module."""
+    first = fqn.partition(".")[0]
+    return int(first) if first.isascii() and first.isdigit() else None
+
+
+def _is_dealt(config: Mapping[str, Any], layout: Layout) -> bool:
+    """Whether the target's ``round_robin_gradients`` deals parameters out by the number of ranks."""
+    if _section(config, "zero_optimization").get("round_robin_gradients") is not True:
+        return False
     accumulate = _section(config, "data_types").get("grad_accum_dtype")
     bf16_optimizer = (
         layout.zero_stage == 1 and layout.dtype == "bfloat16" and accumulate in ("fp32", "float32")
     )
-    return members if layout.zero_stage == 3 or bf16_optimizer else deal(members, layout.dp)
+    return layout.zero_stage != 3 and not bf16_optimizer
 
 
 def _states(source: Source, index: int, members: Sequence[Member]) -> dict[str, str]:
@@ -324,13 +492,30 @@ def _native(name: str) -> str:
     return _NATIVE.get(name, name)
 
 
-def _rng_warnings(common: Mapping[str, Any], layout: Layout) -> list[str]:
-    ranks = len(common.get("rng") or {})
-    wanted = layout.dp if layout.zero_stage == 3 else 1
-    if ranks and ranks < wanted:
-        text = (
-            f"random number generators were saved by {ranks} ranks, the layout has {wanted} files for them: the"
-            " further ranks get the first one's."
-        )
-        return [text]
-    return []
+def _label(
+    facts: Mapping[str, Any], place: tuple[int, int, int], labels: Collection[str]
+) -> str | None:
+    """The source's label (``mp_M`` or ``dp_D_mp_M``) of the rank at (pp, tp, dp), if it saved anything."""
+    pp, tp, dp = place
+    degree = int(facts.get("tp") or 1)
+    if pp >= int(facts.get("pp") or 1) or tp >= degree:
+        return None
+    mp = pp * degree + tp
+    names = [f"dp_{dp}_mp_{mp}", *([f"mp_{mp}"] if dp == 0 else [])]
+    return next((name for name in names if name in labels), None)
+
+
+def _rng_warnings(recipe: Recipe) -> list[str]:
+    saved = recipe.common.get("rng") or {}
+    if not saved:
+        return []
+    ranks = recipe.layout.zero_ranks if recipe.layout.zero_stage == 3 else 1
+    wanted = [(rank.pp, rank.tp, dp) for rank in recipe.ranks for dp in range(ranks)]
+    lost = [place for place in wanted if _label(recipe.facts, place, saved) is None]
+    if not lost:
+        return []
+    text = (
+        f"random number generators were saved by {len(saved)} ranks, the layout has {len(wanted)} files for them:"
+        f" {len(lost)} ranks without a counterpart in the source get the first one's."
+    )
+    return [text]

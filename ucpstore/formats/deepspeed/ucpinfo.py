@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ucpstore.formats.torchwrite import Part
+from ucpstore.layout.local import Local
 
 __all__ = ["Flat", "Member", "UcpInfo", "deal", "flat_groups", "sub_groups", "undeal"]
 
@@ -24,10 +25,14 @@ class Member:
     ----------
     fqn : str
     shape : tuple of int
+        What the model-parallel rank holds of it.
+    local : Local, optional
+        Which part that is; by default all of it.
     """
 
     fqn: str
     shape: tuple[int, ...]
+    local: Local | None = None
 
     @property
     def numel(self) -> int:
@@ -41,7 +46,7 @@ class Flat:
     Attributes
     ----------
     group : int
-        Position of the parameter group.
+        Position of the parameter group among those of the rank.
     numel : int, elements
         Padding included.
     padding : int, elements
@@ -62,11 +67,13 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class UcpInfo:
-    """The mapping of ranks to parts of a target (GenUcpMetadata of the UCP paper).
+    """The mapping of ranks to parts (GenUcpMetadata of the UCP paper), of one model-parallel rank.
 
     Attributes
     ----------
-    zero_stage, dp : int
+    zero_stage : int
+    dp : int
+        Ranks that ZeRO cuts over.
     sub_group_size : int or None
         Of stage 3.
     units : tuple of (int, tuple of Member)
@@ -93,24 +100,19 @@ class UcpInfo:
             return [_sub_group(group, members, rank, self.dp) for group, members in self.units]
         return [flat_groups(group, members, rank, self.dp) for group, members in self.units]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> list[list[dict[str, Any]]]:
         """Per rank and buffer: ``[fqn, first element, elements, offset in the buffer]`` of every part."""
-        return {
-            "zero_stage": self.zero_stage,
-            "dp": self.dp,
-            "sub_group_size": self.sub_group_size,
-            "ranks": [
-                [
-                    {
-                        "group": flat.group,
-                        "numel": flat.numel,
-                        "parts": [[p.fqn, p.start, p.count, p.offset] for p in flat.parts],
-                    }
-                    for flat in self.rank(rank)
-                ]
-                for rank in range(self.dp)
-            ],
-        }
+        return [
+            [
+                {
+                    "group": flat.group,
+                    "numel": flat.numel,
+                    "parts": [[p.fqn, p.start, p.count, p.offset] for p in flat.parts],
+                }
+                for flat in self.rank(rank)
+            ]
+            for rank in range(self.dp)
+        ]
 
 
 def flat_groups(group: int, members: Sequence[Member], rank: int, dp: int) -> Flat:
@@ -126,9 +128,8 @@ def flat_groups(group: int, members: Sequence[Member], rank: int, dp: int) -> Fl
     for member in members:
         first, last = max(start, low), min(start + member.numel, high)
         if first < last:
-            parts.append(
-                Part(member.fqn, "", member.shape, first - start, last - first, first - low)
-            )
+            span = (first - start, last - first, first - low)
+            parts.append(Part(member.fqn, "", member.shape, *span, member.local))
         start += member.numel
     return Flat(group, size, min(max(high - total, 0), size), tuple(parts))
 
@@ -157,7 +158,8 @@ def _sub_group(group: int, members: Sequence[Member], rank: int, dp: int) -> Fla
         size = -(-member.numel // dp)
         count = min(max(member.numel - rank * size, 0), size)
         if count:
-            parts.append(Part(member.fqn, "", member.shape, rank * size, count, offset))
+            span = (rank * size, count, offset)
+            parts.append(Part(member.fqn, "", member.shape, *span, member.local))
         offset += size
     return Flat(group, offset, 0, tuple(parts))
 

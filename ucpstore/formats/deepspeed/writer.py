@@ -25,11 +25,13 @@ from ucpstore.errors import (
     StorageError,
     listing,
 )
-from ucpstore.formats.deepspeed.contents import file_names, model_file, optimizer_file
+from ucpstore.formats.deepspeed.contents import content, files_of
 from ucpstore.formats.deepspeed.recipe import Recipe, make_recipe
+from ucpstore.formats.deepspeed.sameness import same_layout
 from ucpstore.formats.torchwrite import BLOCK, TorchWriter
 from ucpstore.io.base import Files, FileStat, check_name
 from ucpstore.layout.parallel import Layout
+from ucpstore.layout.rules import Patterns
 
 __all__ = ["DeepSpeedLog", "DeepSpeedTarget", "same_layout"]
 
@@ -93,16 +95,20 @@ class DeepSpeedTarget:
     source : Source
         Described, not kept.
     layout : Layout
+    patterns : Patterns, optional
+        How parameters lie on tensor-parallel ranks; these rules come before the source's own.
 
     Raises
     ------
-    PlanError, UnsupportedSourceError
+    PlanError, PatternError, UnsupportedSourceError
         See `ucpstore.formats.deepspeed.recipe.make_recipe`.
     """
 
     format = "deepspeed"
 
-    def __init__(self, files: Files, source: Source, layout: Layout) -> None:
+    def __init__(
+        self, files: Files, source: Source, layout: Layout, patterns: Patterns | None = None
+    ) -> None:
         if not files.is_local:
             raise PlanError(
                 f"{files.url}: a native DeepSpeed checkpoint is written to a local folder, as DeepSpeed reads no"
@@ -111,11 +117,11 @@ class DeepSpeedTarget:
         self.url = files.url
         self.is_local: bool = files.is_local
         self._files = files
-        self._recipe = make_recipe(source, layout)
+        self._recipe = make_recipe(source, layout, patterns)
         if "/" in check_name(self._recipe.tag) or self._recipe.tag.startswith("."):
             raise PlanError(f"tag {self._recipe.tag!r} is no plain folder name.", kind=Kind.NAME)
         self._log = DeepSpeedLog(files)
-        self._names = file_names(self._recipe)
+        self._contained = files_of(self._recipe)
         self._lay_out()
 
     def __repr__(self) -> str:
@@ -137,7 +143,7 @@ class DeepSpeedTarget:
 
     def layout(self) -> Mapping[str, Any]:
         """Layout, and which rank holds which parts."""
-        return {**self._recipe.layout.to_json(), "ucp_info": self._recipe.info.to_json()}
+        return {**self._recipe.layout.to_json(), "ucp_info": self._recipe.ucp_info()}
 
     def document(self) -> Mapping[str, Any]:
         """Everything that decides the target's bytes."""
@@ -221,9 +227,9 @@ class DeepSpeedTarget:
         contents = hashlib.sha256()
         states: set[tuple[str, str]] = set()
         largest = 0
-        for index, (name, _, _) in enumerate(self._names):
+        for index, file in enumerate(self._contained):
             writer = self._writer(index)
-            tasks.append(Task(index, f"{self._recipe.tag}/{name}", writer.nbytes))
+            tasks.append(Task(index, f"{self._recipe.tag}/{file.name}", writer.nbytes))
             contents.update(writer.pickle_digest.encode())
             for tensor in writer.tensors:
                 contents.update(
@@ -237,9 +243,8 @@ class DeepSpeedTarget:
         self._contents = contents.hexdigest()
 
     def _writer(self, index: int) -> TorchWriter:
-        name, kind, rank = self._names[index]
-        make = model_file if kind == "model" else optimizer_file
-        return TorchWriter(make(self._recipe, rank), name.removesuffix(".pt"))
+        file = self._contained[index]
+        return TorchWriter(content(self._recipe, file), file.name.removesuffix(".pt"))
 
     def _objects(self) -> dict[str, FileStat]:
         """Files by key, in their place or still out of sight."""
@@ -316,15 +321,3 @@ def _matches(record: Record | None, task: Task, objects: Mapping[str, FileStat])
         and record.nbytes == stat.nbytes == task.nbytes
         and record.token == stat.token
     )
-
-
-def same_layout(source: Source, layout: Layout) -> bool:
-    """Whether ``source`` is a DeepSpeed checkpoint that already has this layout, so that nothing need be done."""
-    if source.format != DeepSpeedTarget.format or source.parallelism.get("tp") != 1:
-        return False
-    recipe = make_recipe(source, layout)
-    own = make_recipe(
-        source,
-        Layout(dp=int(source.parallelism["dp"]), zero_stage=int(source.parallelism["zero_stage"])),
-    )
-    return recipe.layout == own.layout
