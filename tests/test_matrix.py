@@ -27,6 +27,8 @@ PAPER = "3d-tp2-pp2-s1-fp32-dp2"
 TWIN = "twin-s3-fp32-dp2"
 BF16 = "pp2-tp2-bf16opt-dp2"
 AUTOTP = "tp2-s1-fp32-dp2"
+UNEVEN = "tp2-uneven-s1-fp32-dp2"
+"""3 key-value heads and 37 rows over 2 ranks: 2 + 1 and 19 + 18."""
 
 EXACT = 0.0
 """For the same ranks and arithmetic."""
@@ -72,7 +74,9 @@ MATRIX: list[tuple[str, dict[str, Any], float]] = [
     # AutoTP
     (AUTOTP, {"tp": 2, "dp": 2}, EXACT),
     (AUTOTP, {"tp": 1, "dp": 2}, CLOSE),
-    (AUTOTP, {"tp": 4, "dp": 1}, CLOSE),
+    (AUTOTP, {"tp": 2, "dp": 1}, CLOSE),
+    (UNEVEN, {"tp": 1, "dp": 2}, CLOSE),
+    (UNEVEN, {"tp": 3, "dp": 1}, CLOSE),
     (AUTOTP, {"tp": 2, "dp": 1, "zero_stage": 3}, CLOSE),
     # sequence parallelism
     ("sp2-s1-fp32-dp4", {"sp": 1, "dp": 2}, CLOSE),
