@@ -157,6 +157,8 @@ class Layout:
     def to_json(self) -> Mapping[str, Any]:
         """The layout as JSON values."""
         found = asdict(self)
+        if self.stages is not None:
+            found["stages"] = list(self.stages)
         if self.tied is not None:
             found["tied"] = {key: list(layers) for key, layers in self.uses.items()}
         return found

@@ -22,6 +22,7 @@ from ucpstore import Layout
 from ucpstore.cli.main import main
 from ucpstore.errors import (
     AlreadyExistsError,
+    PatternError,
     PlanError,
     SourceError,
     UncommittedError,
@@ -298,7 +299,9 @@ def test_command_line(tmp_path: Path) -> None:
     plan = json.loads(done.stdout)
     validate(plan, "plan")
     info = plan["target"]["layout"]["ucp_info"]
-    held = sum(part[2] for rank in info["ranks"] for flat in rank["buffers"] for part in flat["parts"])
+    held = sum(
+        part[2] for rank in info["ranks"] for flat in rank["buffers"] for part in flat["parts"]
+    )
     assert held == 11063 + 211
     assert not (tmp_path / "c").exists()
     done = CliRunner().invoke(main, ["convert", *request, *layout])
@@ -314,8 +317,8 @@ def test_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "error", "match"),
     [
-        ("s2-bf16-dp2", Layout(tp=2), PlanError, "tp=1"),
-        ("s2-bf16-dp2", Layout(pp=2), PlanError, "pp=1"),
+        ("s2-bf16-dp2", Layout(tp=2), PatternError, "2 tensor-parallel ranks"),
+        ("s2-bf16-dp2", Layout(pp=2), PlanError, "no name of a PipelineModule"),
         ("s2-bf16-dp2", Layout(zero_stage=0), PlanError, "stages 1, 2 and 3"),
         ("s2-bf16-dp2", Layout(dtype="fp16"), PlanError, "loss scale"),
         ("s2-bf16-dp2", Layout(sub_group_size=9), PlanError, "stage 3"),

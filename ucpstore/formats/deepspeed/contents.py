@@ -99,9 +99,8 @@ def _config(recipe: Recipe) -> Any:
         zero["sub_group_size"] = layout.sub_group_size
     bf16 = config.get("bf16")
     bf16 = {**(bf16 if isinstance(bf16, dict) else {}), "enabled": recipe.dtype == "bfloat16"}
-    kept = {key: value for key, value in config.items() if key != "tensor_parallel"}
-    autotp = config.get("tensor_parallel")
-    if isinstance(autotp, dict) and layout.tp > 1:
+    kept = dict(config)
+    if isinstance(autotp := kept.get("tensor_parallel"), dict):
         kept["tensor_parallel"] = {**autotp, "autotp_size": layout.tp}
     if isinstance(fp16 := kept.get("fp16"), dict):
         kept["fp16"] = {**fp16, "enabled": recipe.dtype == "float16"}

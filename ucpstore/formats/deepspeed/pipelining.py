@@ -280,7 +280,7 @@ def _bounds(
         differ = _placed(known, uses, layers, layout.pp, method) != _placed(
             known, uses, layers, layout.pp, other
         )
-        if differ and len(fits) != 1:
+        if not fits or (differ and len(fits) > 1):
             found = "both methods make" if fits else "neither method makes"
             found = f"{found} the source's stages" if len(known.stages) > 1 else "nothing tells"
             warnings.append(
