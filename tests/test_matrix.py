@@ -153,17 +153,9 @@ def test_runs_are_repeatable(name: str, tmp_path: Path) -> None:
     """Without any conversion: DeepSpeed's own checkpoint resumes exactly, so that differences mean something."""
     run = deepspeed_run(name)
     case = run.case
-    resumed = resume_run(
-        name,
-        run.path,
-        tmp_path / "resumed",
-        world=case.world,
-        stage=case.stage,
-        dtype=case.dtype,
-        tp=case.tp,
-        pp=case.pp,
-        sp=case.sp,
-    )
+    layout = ("world", "stage", "dtype", "tp", "pp", "sp", "partition")
+    own = {name: getattr(case, name) for name in layout}
+    resumed = resume_run(name, run.path, tmp_path / "resumed", **own)
     assert differences(run, resumed, continue_run(name), rtol=EXACT) == {}
 
 
