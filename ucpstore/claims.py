@@ -11,7 +11,7 @@ join a claim; any other plan is refused.
 **Fencing**: before an object becomes visible, and before a done record, a writer looks whether its claim
 is still there (somebody may have deleted the destination and begun anew) and whether claim N+1 exists.
 A writer that sleeps through that instant can still replace an object after its claim was lost;
-`ZarrTarget.commit` compares all objects with their records, and so finds it.
+the commit (`ucpstore.commit.LoggedTarget`) compares all objects with their records, and so finds it.
 
 **Done records** ``.ucpstore/done/<epoch>-<content hash>.json`` are written once `Files.sync` has made
 their objects durable. A resumed run trusts them and nothing else.
@@ -52,6 +52,7 @@ __all__ = [
     "CLAIMS",
     "COMMIT",
     "DONE",
+    "STAGING",
     "VERSION",
     "Claim",
     "ClaimLog",
@@ -72,6 +73,8 @@ CLAIMS = ".ucpstore/claims"
 DONE = ".ucpstore/done"
 COMMIT = ".ucpstore/commit.json"
 """Of targets in a framework's own format: which plan is committed there."""
+STAGING = ".ucpstore/files"
+"""Where such targets keep their files out of sight; a folder per plan."""
 
 _RECHECK_SECONDS = 2.0
 """How long a look at the claim stays good on object stores, where it costs a request."""

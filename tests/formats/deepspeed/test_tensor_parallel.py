@@ -12,6 +12,7 @@ import pytest
 from tests.deepspeed_runs import copy_run, deepspeed_run
 from tests.formats.deepspeed.synthetic import edit
 from tests.formats.deepspeed.test_real_runs import bits, open_run, read, truth_of
+from tests.schemas import validate
 from ucpstore.errors import (
     CorruptSourceError,
     IntegrityError,
@@ -52,6 +53,20 @@ def test_lists_alone_give_the_same(tmp_path: Path, name: str) -> None:
     whole = open_run(deepspeed_run(name))
     for fqn, parameter in source.parameters.items():
         assert parameter.pattern == whole.parameters[fqn].pattern
+
+
+def test_autotps_exact_names_become_a_few_rules() -> None:
+    source = open_run(deepspeed_run("tp2-s1-fp32-dp2"))
+    document = validate(source.common.document["patterns"], "patterns")
+    assert [rule["tp"] for rule in document["rules"]] == [
+        {"pattern": "replicate"},
+        {"pattern": "shard", "dim": 1},
+        {"pattern": "shard", "dim": 0},
+    ]
+    assert document["rules"][1]["match"] == [
+        "model.layers.{n}.mlp.down_proj.weight",
+        "model.layers.{n}.self_attn.o_proj.weight",
+    ]
 
 
 @pytest.mark.parametrize("name", TP_RUNS)
@@ -378,10 +393,8 @@ def test_layouts_that_deepspeed_itself_cannot_describe() -> None:
     "pattern", [r"(a+)+$", r"(a|a)*b", r".*.*.*.*x", r"(x{1,9}){1,9}", "a" * 2000]
 )
 def test_patterns_that_could_run_for_ever_are_refused(pattern: str) -> None:
-    from ucpstore.formats.deepspeed.autotp import _Names
-
-    with pytest.raises(PatternError, match="very long"):
-        _Names("tp_replicated_parameter_patterns", [pattern])
+    with pytest.raises(PatternError, match=r"tp_replicated_parameter_patterns: .*very long"):
+        TensorParallel({"tp_replicated_parameter_patterns": [pattern]}, 2)
 
 
 @pytest.mark.parametrize(
@@ -389,6 +402,5 @@ def test_patterns_that_could_run_for_ever_are_refused(pattern: str) -> None:
     [r"\d+.input_layernorm.weight", r".*\.layers\.\d+\.mlp\..*weight", r"(a|b)\.c", r"a\+\(b\)\*"],
 )
 def test_patterns_that_frameworks_write_are_accepted(pattern: str) -> None:
-    from ucpstore.formats.deepspeed.autotp import _Names
-
-    assert _Names("tp_replicated_parameter_patterns", [pattern])
+    rules = TensorParallel({"tp_replicated_parameter_patterns": [pattern]}, 2)
+    assert [str(one) for one in rules.patterns().rules[0].match] == [pattern]
