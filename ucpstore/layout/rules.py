@@ -46,7 +46,8 @@ from ucpstore.layout.matching import Matcher, PrefixRegex, exact_name, exactly, 
 from ucpstore.layout.names import Template
 from ucpstore.layout.patterns import Axis, Replicate
 from ucpstore.layout.presets import ORIGIN, preset_document, preset_names
-from ucpstore.layout.rule import AXIS, Held, Padding, Rule, United, rule_from_json
+from ucpstore.layout.rule import AXIS, Held, Padding, Rule, United
+from ucpstore.layout.ruletext import rule_from_json
 
 __all__ = ["Held", "Padding", "Patterns", "PrefixRegex", "Rule", "United"]
 

@@ -62,6 +62,8 @@ def test_without_info_one_rank_needs_no_rule(tmp_path: Path) -> None:
     for fqn, state, value in truth_of(run):
         assert bits(read(source, fqn, state)) == bits(value)
     assert "patterns" not in source.common.document
+    users = Patterns.preset("hf-llama")  # for a target with more ranks
+    assert Patterns.from_json(ucpstore.open(run.path, patterns=users).common["patterns"]) == users
 
 
 def test_without_info_two_ranks_need_a_rule(tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ def test_rules_of_the_user_come_first_and_are_all_needed(tmp_path: Path) -> None
 def test_the_store_keeps_the_rules(tmp_path: Path) -> None:
     run = without_info("tp2-uneven-s1-fp32-dp2", tmp_path / "run")
     dest = tmp_path / "store"
-    ucpstore.convert(run.path, dest, patterns="hf-llama")
+    ucpstore.convert(run.path, dest, patterns="hf-llama", workers=2)  # they open it themselves
     store = ucpstore.open(dest)
     document = validate(store.common["patterns"], "patterns")
     patterns = Patterns.from_json(json.loads(json.dumps(document)))

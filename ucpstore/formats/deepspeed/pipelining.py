@@ -17,7 +17,7 @@ from ucpstore.errors import Kind, PlanError, UnsupportedSourceError, listing
 from ucpstore.layout import partition
 from ucpstore.layout.parallel import Layout
 
-__all__ = ["Pipeline", "is_pipeline", "make_pipeline"]
+__all__ = ["TIED", "Pipeline", "is_pipeline", "make_pipeline"]
 
 TIED = "tied_modules."
 _METHODS = ("parameters", "uniform")
@@ -202,7 +202,8 @@ def make_pipeline(numels: Mapping[str, int], facts: object, layout: Layout) -> P
     kept = layout.pp == len(known.stages)
     for key, layers_of in uses.items():
         held = holders[f"{TIED}{key}."]
-        if None in layers_of and layout.pp > 1 and not (kept and known.held.get(key) == held):
+        same = layout.pp == 1 or (kept and known.held.get(key) == held)
+        if None in layers_of and not (same and key in known.files):
             told = listing([layer for layer in layers_of if layer is not None])
             warnings.append(
                 f"the tied module {key!r} is taken to be used by layers {told} and the last one, as usual: no"
