@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from tests.deepspeed_runs.cases import CASES, PIPELINE_CASES, Case
+from tests.deepspeed_runs.cases import Case, find_case
 
 PACKAGE = Path(__file__).parent
 ROOT = PACKAGE.parent.parent
-SCRIPTS = ("model.py", "pipeline.py", "recipe.py", "train.py", "truth.py")
+SCRIPTS = ("model.py", "pipeline.py", "recipe.py", "sequence.py", "train.py", "truth.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,19 @@ class Run:
         """Return one tensor joined over TP ranks: concatenated, or the one copy they all hold."""
         ranks = range(self.case.tp)
         parts = [self.tensor(state, fqn, tp_rank=rank, stage=stage) for rank in ranks]
-        facts = self.facts["stages"][stage] if self.case.model == "pipeline" else self.facts
-        dim = facts["tp_dims"].get(fqn)
+        dim = self.stages[stage]["tp_dims"].get(fqn)
         return parts[0] if dim is None else np.concatenate(parts, axis=dim)
+
+    @property
+    def stages(self) -> Sequence[Mapping[str, Any]]:
+        """The facts that are a pipeline stage's own; without a pipeline, those of the one stage."""
+        stages: Sequence[Mapping[str, Any]] = self.facts.get("stages") or [self.facts]
+        return stages
 
 
 def deepspeed_run(name: str) -> Run:
     """Return the run of case `name`, made now if the cache does not have it."""
-    case = CASES.get(name) or PIPELINE_CASES[name]
+    case = find_case(name)
     root = cache_root()
     folder = root / f"{name}-{_digest(case)}"
     if not folder.exists():

@@ -10,10 +10,13 @@ from typing import Any, Literal
 
 Tied = Literal["no", "forward", "reverse"]
 Dtype = Literal["fp32", "bf16"]
-ModelName = Literal["llama", "tiny", "wide", "hf", "pipeline"]
+ModelName = Literal["llama", "tiny", "wide", "hf", "pipeline", "twin", "ulysses"]
 OptimizerName = Literal["adamw", "sgd", "rmsprop", "muon", "fused"]
 SchedulerName = Literal["warmup", "lambda", "none"]
 Grouping = Literal["decay", "reversed", "crossed"]
+
+MICRO_BATCHES = 2
+"""Micro-batches of a step of a pipeline, or of its plain twin; of one sample each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class Case:
     name : str
         Unique name; also the folder's.
     world : int
-        Number of ranks (pp x dp x tp).
+        Number of ranks (pp x dp x tp); the dp ranks include those of sequence parallelism.
     stage : int
         ZeRO stage, 0 to 3.
     dtype : {"fp32", "bf16"}
@@ -41,6 +44,12 @@ class Case:
         AutoTP size; needs ``model="hf"`` with `sizes`. With a pipeline, the layers' own.
     pp : int
         Pipeline stages; a pipeline has a model of its own (`pipeline.py`).
+    partition : str
+        How `PipelineModule` cuts the layers into stages: its ``partition_method``.
+    sp : int
+        Ranks that share a sequence (DeepSpeed's Ulysses); needs ``model="ulysses"``.
+    patterns : bool
+        The client of a pipeline (or of its twin) tells how parameters are cut, also where none is.
     """
 
     name: str
@@ -60,14 +69,22 @@ class Case:
     rich_client_state: bool = False
     tp: int = 1
     pp: int = 1
+    partition: str = "uniform"
+    sp: int = 1
+    patterns: bool = False
     sizes: tuple[tuple[str, int], ...] = ()
     zero: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dp(self) -> int:
-        """Number of data-parallel ranks."""
+        """Number of ranks that ZeRO shards over: data-parallel and sequence-parallel ones."""
         return self.world // (self.tp * self.pp)
+
+    @property
+    def micro_batched(self) -> bool:
+        """Whether a step accumulates the gradients of several micro-batches."""
+        return self.model in ("pipeline", "twin")
 
     def to_json(self) -> str:
         """Return a stable text of everything the run depends on."""
@@ -295,3 +312,29 @@ def _pipeline() -> list[Case]:
 
 PIPELINE_CASES: Mapping[str, Case] = MappingProxyType({case.name: case for case in _pipeline()})
 """Pipelines; apart from `CASES`, as their truth is one per stage."""
+
+
+def _matrix() -> list[Case]:
+    """Return the sources of the resume matrix: one model in several layouts."""
+    model: dict[str, Any] = {"tied": "reverse", "frozen": True, "patterns": True}
+    pipe: dict[str, Any] = {"model": "pipeline", **model}
+    return [
+        Case("3d-tp2-pp2-s1-fp32-dp2", 8, 1, "fp32", tp=2, pp=2, **pipe),
+        Case("3d-pp2-s1-fp32-dp1", 2, 1, "fp32", pp=2, **pipe),
+        Case("3d-s1-fp32-dp4", 4, 1, "fp32", **pipe),
+        Case("twin-s3-fp32-dp2", 2, 3, "fp32", model="twin", **model),
+        Case("sp2-s1-fp32-dp4", 4, 1, "fp32", model="ulysses", sp=2),
+        Case("sp2-s3-fp32-dp4", 4, 3, "fp32", model="ulysses", sp=2),
+    ]
+
+
+MATRIX_CASES: Mapping[str, Case] = MappingProxyType({case.name: case for case in _matrix()})
+"""Sources of the resume matrix (`tests/test_matrix.py`)."""
+
+
+def find_case(name: str) -> Case:
+    """Return the case of that name, of whichever list."""
+    for cases in (CASES, PIPELINE_CASES, MATRIX_CASES):
+        if name in cases:
+            return cases[name]
+    raise KeyError(name)

@@ -47,6 +47,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM)
         self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM)
         self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
+        self.attend: Any = attend  # sequence parallelism exchanges heads around it
 
     def forward(self, x: torch.Tensor, inv_freq: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Attend over `x` of shape (batch, length, HIDDEN)."""
@@ -54,14 +55,26 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(batch, length, HEADS, HEAD_DIM)
         k = self.k_proj(x).view(batch, length, KV_HEADS, HEAD_DIM)
         v = self.v_proj(x).view(batch, length, KV_HEADS, HEAD_DIM)
-        q, k = rotate(q, inv_freq), rotate(k, inv_freq)
-        k = k.repeat_interleave(HEADS // KV_HEADS, dim=2)
-        v = v.repeat_interleave(HEADS // KV_HEADS, dim=2)
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / HEAD_DIM**0.5
-        scores = scores.masked_fill(~mask[:length, :length], float("-inf"))
-        mixed = torch.einsum("bhqk,bkhd->bqhd", scores.float().softmax(-1).to(v.dtype), v)
+        mixed = self.attend(q, k, v, inv_freq, mask)
         out: torch.Tensor = self.o_proj(mixed.reshape(batch, length, HEADS * HEAD_DIM))
         return out
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    inv_freq: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """Attend over whole sequences (batch, length, heads, HEAD_DIM), for some or all heads."""
+    length = q.shape[1]
+    q, k = rotate(q, inv_freq), rotate(k, inv_freq)
+    k = k.repeat_interleave(HEADS // KV_HEADS, dim=2)
+    v = v.repeat_interleave(HEADS // KV_HEADS, dim=2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / HEAD_DIM**0.5
+    scores = scores.masked_fill(~mask[:length, :length], float("-inf"))
+    return torch.einsum("bhqk,bkhd->bqhd", scores.float().softmax(-1).to(v.dtype), v)
 
 
 def rotate(x: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
@@ -159,10 +172,12 @@ class LanguageModel(nn.Module):
         if tied != "no":
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the next-token loss of token ids (batch, length)."""
-        logits = self.lm_head(self.model(tokens[:, :-1])).float()
-        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the loss of token ids (batch, length), by default that of each next token."""
+        if labels is None:
+            tokens, labels = tokens[:, :-1], tokens[:, 1:]
+        logits = self.lm_head(self.model(tokens)).float()
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class TinyGroups(nn.Module):
@@ -205,7 +220,7 @@ def llama(config: dict[str, Any]) -> nn.Module:
 def build_model(case: Case) -> nn.Module:
     """Return the model of `case`, initialised from a fixed seed."""
     torch.manual_seed(1234)
-    if case.model == "llama":
+    if case.model in ("llama", "ulysses"):
         return LanguageModel(tied=case.tied, frozen=case.frozen)
     if case.model == "tiny":
         return TinyGroups()

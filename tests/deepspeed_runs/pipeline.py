@@ -3,12 +3,16 @@
 The embedding is tied to the output head, so that the first and the last stage hold it; entries that are
 plain functions have no layer file, so that the ids of layer files have gaps. Blocks are a norm and a
 feed-forward: column-parallel, then row-parallel. Every tensor is initialised whole from the layer's
-seed and then cut, so that the parts of tensor-parallel ranks join to it by construction.
+seed and then cut, so that the parts of tensor-parallel ranks join to it by construction; four ranks get 4, 4,
+3 and 3 of the 14 rows.
+
+`Twin` is the same model as a plain module, with the same names and the same arithmetic: DeepSpeed's
+pipelines refuse ZeRO stages 2 and 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +31,6 @@ from tests.deepspeed_runs.model import BIG_COUNTER, SEQUENCE, RMSNorm
 VOCAB = 29
 HIDDEN = 10
 INNER = 14
-MICRO_BATCHES = 2
 
 TP_DIMS = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 """Dimension along which a block's parameters are cut; the others are whole on every rank."""
@@ -95,6 +98,37 @@ def head(embedding: TiedEmbedding, x: torch.Tensor) -> torch.Tensor:
     return functional.linear(x, embedding.weight)
 
 
+class Column(nn.Module):
+    """Linear layer whose rows are cut over the tensor-parallel ranks."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(bias)
+
+    def forward(self, x: torch.Tensor, group: Any) -> torch.Tensor:
+        """Map (batch, length, HIDDEN) to this rank's part of (batch, length, INNER)."""
+        if group is not None:
+            x = _Enter.apply(x, group)
+        return functional.linear(x, self.weight, self.bias)
+
+
+class Row(nn.Module):
+    """Linear layer whose columns are cut over the tensor-parallel ranks; the bias is whole."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(bias)
+
+    def forward(self, x: torch.Tensor, group: Any) -> torch.Tensor:
+        """Map this rank's part of (batch, length, INNER) to (batch, length, HIDDEN)."""
+        out = functional.linear(x, self.weight)
+        if group is not None:
+            out = _Leave.apply(out, group)
+        return out + self.bias
+
+
 class Block(nn.Module):
     """Norm, column-parallel and row-parallel linear, with a residual."""
 
@@ -110,18 +144,16 @@ class Block(nn.Module):
             "down.bias": torch.randn(HIDDEN, generator=generator),
         }
         parts = {
-            name: value.chunk(size, TP_DIMS[name])[rank] if name in TP_DIMS else value
+            name: 0.2
+            * (value.tensor_split(size, TP_DIMS[name])[rank] if name in TP_DIMS else value)
             for name, value in whole.items()
         }
         self.norm = RMSNorm(HIDDEN)
-        for layer in ("up", "down"):
-            child = nn.Module()
-            for kind in ("weight", "bias"):
-                parameter = nn.Parameter(0.2 * parts[f"{layer}.{kind}"])
-                # what DeepSpeed asks when it sums the gradient norm over ranks
-                parameter.model_parallel = f"{layer}.{kind}" in TP_DIMS  # type: ignore[attr-defined]
-                child.register_parameter(kind, parameter)
-            self.add_module(layer, child)
+        self.up = Column(parts["up.weight"], parts["up.bias"])
+        self.down = Row(parts["down.weight"], parts["down.bias"])
+        for name, parameter in self.named_parameters():
+            # what DeepSpeed asks when it sums the gradient norm over ranks
+            parameter.model_parallel = name in TP_DIMS  # type: ignore[attr-defined]
         self.adapter = (
             nn.Parameter(torch.linspace(-1, 1, 7), requires_grad=False) if frozen else None
         )
@@ -130,16 +162,10 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (batch, length, HIDDEN) to the same shape."""
-        h: Any = self.norm(x)
-        if self.group is not None:
-            h = _Enter.apply(h, self.group)
-        up, down = self.get_submodule("up"), self.get_submodule("down")
-        h = functional.linear(torch.tanh(functional.linear(h, up.weight, up.bias)), down.weight)
-        if self.group is not None:
-            h = _Leave.apply(h, self.group)
+        h = self.down(torch.tanh(self.up(self.norm(x), self.group)), self.group)
         if self.adapter is not None:
             h = h + 0.01 * self.adapter.sum()
-        out: torch.Tensor = x + h + down.bias
+        out: torch.Tensor = x + h
         return out
 
 
@@ -154,7 +180,7 @@ def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def build_pipeline(case: Case) -> PipelineModule:
-    """Return the pipeline of `case`: eight entries, cut evenly over the stages."""
+    """Return the pipeline of `case`: eight entries."""
     group = None
     if case.tp > 1:
         topology: Any = PipeModelDataParallelTopology(case.pp, case.tp, case.dp)
@@ -175,14 +201,34 @@ def build_pipeline(case: Case) -> PipelineModule:
         LayerSpec(RMSNorm, HIDDEN),
         TiedLayerSpec("embed", TiedEmbedding, forward_fn=forward_fn),
     ]
-    return PipelineModule(layers, topology=topology, loss_fn=loss_fn, partition_method="uniform")
+    return PipelineModule(
+        layers, topology=topology, loss_fn=loss_fn, partition_method=case.partition
+    )
 
 
-def batches(step: int, dp_rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield token ids and labels of a step's micro-batches."""
-    for micro in range(MICRO_BATCHES):
-        seed = 1000 * step + 10 * dp_rank + micro
-        generator = torch.Generator().manual_seed(seed)
+class Twin(nn.Module):
+    """The pipeline's layers in a plain module, under the names that `PipelineModule` gives them."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.tied_modules = nn.ModuleDict({"embed": TiedEmbedding()})
+        for index in (2, 3, 5):
+            self.add_module(str(index), Block(index, None, frozen=case.frozen and index == 3))
+        self.add_module("6", RMSNorm(HIDDEN))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss of token ids and labels (batch, length)."""
+        layers = self._modules
+        x = scale(self.tied_modules["embed"](tokens))
+        x = scale(layers["3"](layers["2"](x)))  # type: ignore[misc]
+        x = layers["6"](layers["5"](x))  # type: ignore[misc]
+        return loss_fn(self.tied_modules["embed"](x), labels)
+
+
+def batches(step: int, samples: Iterable[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield token ids and labels of a step's micro-batches, one sample each."""
+    for sample in samples:
+        generator = torch.Generator().manual_seed(1000 * step + sample)
         tokens = torch.randint(VOCAB, (1, SEQUENCE + 1), generator=generator)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

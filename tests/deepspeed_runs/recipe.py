@@ -10,7 +10,7 @@ from torch import nn
 from tests.deepspeed_runs.cases import Case
 from tests.deepspeed_runs.model import SEQUENCE
 
-VOCABULARY = {"llama": 53, "hf": 40, "tiny": 3, "wide": 15}
+VOCABULARY = {"llama": 53, "ulysses": 53, "hf": 40, "tiny": 3, "wide": 15}
 CLIP = 1.0  # global gradient norm
 
 

@@ -18,28 +18,34 @@ from pathlib import Path
 from typing import Any
 
 from tests.deepspeed_runs.cache import Run, ask_trainer
-from tests.deepspeed_runs.cases import CASES, Case
+from tests.deepspeed_runs.cases import MICRO_BATCHES, Case, find_case
 
 __all__ = ["Request", "Resumed", "continue_run", "resume_run", "train_run"]
 
-SAMPLES = 6  # of a global batch: as many for each of 1, 2, 3 and 6 ranks
+SAMPLES = 6  # of a global batch without micro-batches: as many for each of 1, 2, 3 and 6 ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """What to do: ``load`` is the folder to resume from; None trains from the start instead.
 
-    The number of ranks, ZeRO stage, dtype and further ZeRO and other options are those of the resuming
-    run. ``wrap`` names one of `renamed.WRAPS`, the model's other form. ``save`` is where the engine saves before
-    the further steps.
+    The layout (number of ranks, degrees, ZeRO stage, dtype, further ZeRO and other options) is that of the
+    resuming run. ``model`` is that of the resuming run where it is not the case's: a plain twin of a
+    pipeline, or a pipeline; ``wrap`` names one of `renamed.WRAPS`, the model's other form. ``save`` is where
+    the engine saves before the further steps.
     """
 
     load: str | None
-    world: int
-    stage: int
-    dtype: str
-    further: int = 5
+    world: int = 1
+    stage: int = 1
+    dtype: str = "fp32"
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
+    partition: str = "uniform"
+    model: str | None = None
     wrap: str = ""
+    further: int = 5
     zero: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     save: str | None = None
@@ -49,61 +55,86 @@ class Request:
         return cls(**json.loads(text))
 
     def case(self, case: Case) -> Case:
-        """`case` with this run's layout."""
-        zero = {**case.zero, **self.zero}
+        """`case` with this run's layout, and global batches of as many samples."""
+        layout: dict[str, Any] = {
+            "world": self.world,
+            "stage": self.stage,
+            "dtype": self.dtype,
+            "tp": self.tp,
+            "pp": self.pp,
+            "sp": self.sp,
+            "partition": self.partition,
+            "model": self.model or case.model,
+        }
         config = {**case.config, **self.config}
-        layout: dict[str, Any] = {"world": self.world, "stage": self.stage, "dtype": self.dtype}
         if self.dtype == "fp16":  # in the words of the scripts, an fp32 run with a section more
             layout["dtype"] = "fp32"
             config["fp16"] = {**config.get("fp16", {}), "enabled": True}
-        if self.load is not None:
-            layout["tp"] = 1  # converted checkpoints are not tensor-parallel
-        return replace(case, **layout, zero=zero, config=config)
+        resuming = replace(case, **layout, zero={**case.zero, **self.zero})
+        if case.micro_batched:
+            config["gradient_accumulation_steps"] = len(share(case, resuming, 0))
+        return replace(resuming, config=config)
 
     def __call__(self, case: Case, folder: Path) -> None:
         """Be one rank of it."""
         import torch
         import torch.distributed as dist
 
-        from tests.deepspeed_runs.model import build_model
-        from tests.deepspeed_runs.train import start_engine, train_steps
-        from tests.deepspeed_runs.truth import record_truth
+        from tests.deepspeed_runs import train
 
-        model = build_model(case)
+        source = find_case(case.name)
+        model = train.build(case)
         if self.wrap:
             from tests.deepspeed_runs.renamed import WRAPS
 
             model = WRAPS[self.wrap](model)
         if self.load is not None:
             _overwrite(model)
+        initial = train.values(model)
         if self.dtype == "fp16":
             _let_cpus_compute_fp16()
-        engine, scheduler = start_engine(model, case)
+        engine, scheduler = train.start_engine(model, case)
+        tp_dims = train.find_dims(engine, case, initial)
         client: dict[str, Any] = {}
         if self.load is None:
-            train_steps(engine, case, dist.get_rank())
+            train.train_steps(engine, case, train.data_rank(case))
         else:
             found, client = engine.load_checkpoint(self.load)
             if found is None:
                 raise RuntimeError(f"DeepSpeed found no checkpoint in {self.load}")
         if self.load is not None or self.save is not None:
-            plain = {k: v for k, v in client.items() if isinstance(v, int | str | float)}
             facts = {
-                "client_state": plain,
+                "client_state": {
+                    k: v for k, v in client.items() if isinstance(v, int | str | float)
+                },
                 "scheduler": scheduler.state_dict() if scheduler is not None else None,
                 "scaler": _scaler(engine.optimizer),
+                "tp_dims": tp_dims,
             }
-            record_truth(engine, case, folder, facts=facts, tensors={})
+            train.record_truth(engine, case, folder, facts=facts, tensors={})
         if self.save is not None:
-            engine.save_checkpoint(self.save)
+            # with the client's entries DeepSpeed hands back some of its own, and refuses to take those again
+            kept = {key: client[key] for key in train.client_state(case) if key in client}
+            engine.save_checkpoint(self.save, client_state=kept)
         losses = []
+        samples = share(source, case, train.data_rank(case))
         for step in range(self.further):
-            loss = _step(engine, case, step)
+            loss = train.train_step(engine, case, 100 + step, samples).detach().double().cpu()
             dist.all_reduce(loss)
             losses.append(loss.item() / dist.get_world_size())
         if dist.get_rank() == 0:
             (folder / "losses.json").write_text(json.dumps(losses))
         torch.distributed.barrier()
+
+
+def share(source: Case, case: Case, rank: int) -> range:
+    """Return the samples of a data-parallel rank of `case`, of the global batch of a `source` run.
+
+    With micro-batches (of one sample) the batch is as large as the source's own was.
+    """
+    samples = MICRO_BATCHES * source.dp if source.micro_batched else SAMPLES
+    size = samples // (case.dp // case.sp)
+    return range(rank * size, (rank + 1) * size)
 
 
 def _overwrite(model: Any) -> None:
@@ -138,21 +169,6 @@ def _let_cpus_compute_fp16() -> None:
     get_accelerator().is_fp16_supported = lambda: True
 
 
-def _step(engine: Any, case: Case, step: int) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    from tests.deepspeed_runs.recipe import batch, loss_of
-
-    share = SAMPLES // dist.get_world_size()
-    mine = range(dist.get_rank() * share, (dist.get_rank() + 1) * share)
-    tokens = torch.cat([batch(case, 100 + step, sample) for sample in mine])
-    loss = loss_of(engine, tokens, case)
-    engine.backward(loss)
-    engine.step()
-    return loss.detach().float().cpu()
-
-
 @dataclass(frozen=True, slots=True)
 class Resumed:
     """A resumed run: losses of its steps, and what the engine held before the first of them."""
@@ -165,7 +181,7 @@ def resume_run(name: str, load: Path, folder: Path, **layout: Any) -> Resumed:
     """Resume case `name` from the checkpoint in `load`, with the layout given (see `Request`)."""
     request = Request(load=str(load), **layout)
     ask_trainer(name, folder, json.dumps(asdict(request)))
-    run = Run(case=request.case(CASES[name]), path=load, truth_path=folder)
+    run = Run(case=request.case(find_case(name)), path=load, truth_path=folder)
     return Resumed(tuple(json.loads((folder / "losses.json").read_text())), run)
 
 
@@ -174,7 +190,7 @@ def train_run(name: str, folder: Path, **layout: Any) -> Resumed:
     folder.mkdir()
     request = Request(load=None, save=str(folder / "checkpoint"), **layout)
     ask_trainer(name, folder / "truth", json.dumps(asdict(request)))
-    case, truth = request.case(CASES[name]), folder / "truth"
+    case, truth = request.case(find_case(name)), folder / "truth"
     run = Run(case=case, path=folder / "checkpoint", truth_path=truth)
     return Resumed(tuple(json.loads((truth / "losses.json").read_text())), run)
 
@@ -182,10 +198,10 @@ def train_run(name: str, folder: Path, **layout: Any) -> Resumed:
 @functools.cache
 def continue_run(name: str, further: int = 5) -> tuple[float, ...]:
     """Losses of the steps that the original engine of case `name` does after its save."""
-    case = CASES[name]
-    request = Request(
-        load=None, world=case.world, stage=case.stage, dtype=case.dtype, further=further
-    )
+    case = find_case(name)
+    layout = ("world", "stage", "dtype", "tp", "pp", "sp", "partition")
+    own = {name: getattr(case, name) for name in layout}
+    request = Request(load=None, further=further, **own)
     with tempfile.TemporaryDirectory(prefix=f"ucpstore-{os.getpid()}-") as temporary:
         folder = Path(temporary) / "run"
         ask_trainer(name, folder, json.dumps(asdict(request)))

@@ -19,7 +19,7 @@ import random
 import shutil
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from tests.deepspeed_runs import pipeline
-from tests.deepspeed_runs.cases import CASES, PIPELINE_CASES, Case
+from tests.deepspeed_runs import pipeline, sequence
+from tests.deepspeed_runs.cases import MICRO_BATCHES, Case, find_case
 from tests.deepspeed_runs.model import build_model
 from tests.deepspeed_runs.recipe import (
     CLIP,
@@ -65,8 +66,9 @@ def ds_config(case: Case) -> dict[str, Any]:
     }
     if case.optimizer == "muon":
         config["optimizer"] = {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    if case.micro_batched:
+        config["gradient_accumulation_steps"] = MICRO_BATCHES
     if case.model == "pipeline":
-        config["gradient_accumulation_steps"] = pipeline.MICRO_BATCHES
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     elif case.tp > 1:
         config["tensor_parallel"] = {"autotp_size": case.tp}
@@ -86,7 +88,7 @@ def ds_config(case: Case) -> dict[str, Any]:
 def client_state(case: Case) -> dict[str, Any]:
     """Return what a user's training loop hands to `save_checkpoint`."""
     state: dict[str, Any] = {"iteration": case.steps, "tokens": 2**40 + 5, "note": "tiny run"}
-    if case.model == "pipeline" and case.tp > 1:
+    if case.patterns or (case.model == "pipeline" and case.tp > 1):
         state["universal_checkpoint_info"] = pipeline.UNIVERSAL_INFO
     if case.rich_client_state:
         # As Megatron-DeepSpeed does it.
@@ -105,6 +107,35 @@ def client_state(case: Case) -> dict[str, Any]:
     return state
 
 
+def build(case: Case) -> torch.nn.Module:
+    """Return the model of `case` on this rank; with sequence parallelism, prepared for it."""
+    if case.model == "pipeline":
+        return pipeline.build_pipeline(case)
+    if case.model == "twin":
+        return pipeline.Twin(case)
+    model = build_model(case)
+    if case.sp > 1:
+        sequence.share_sequences(model, case.sp)
+    return model
+
+
+def data_rank(case: Case) -> int:
+    """Return which of the data-parallel ranks this is: those that share a sequence are one."""
+    return dist.get_rank() // case.tp % case.dp // case.sp
+
+
+def find_dims(engine: Any, case: Case, initial: dict[str, torch.Tensor]) -> dict[str, int | None]:
+    """Return the dimension along which each parameter of this rank is cut."""
+    if case.model == "pipeline":
+        return pipeline.tp_dims(engine.module, case)
+    return find_tp_dims(engine.module, case, initial)
+
+
+def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of all parameters."""
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
 def start_engine(model: torch.nn.Module, case: Case) -> tuple[Any, Any]:
     """Return DeepSpeed's engine and scheduler around `model`."""
     optimizer = build_optimizer(model, case) if case.optimizer != "muon" else None
@@ -113,22 +144,41 @@ def start_engine(model: torch.nn.Module, case: Case) -> tuple[Any, Any]:
         model_parameters=None if optimizer else list(model.parameters()),
         optimizer=optimizer,
         lr_scheduler=build_scheduler(optimizer, case),
+        mpu=sequence.mpu() if case.sp > 1 else None,
         config=ds_config(case),
     )
     return engine, scheduler
 
 
+def train_step(engine: Any, case: Case, step: int, samples: Sequence[int]) -> torch.Tensor:
+    """Do a step on this rank's share of the global batch and return the share's loss."""
+    if case.micro_batched:
+        micro_batches = pipeline.batches(step, samples)
+        if case.model == "pipeline":
+            loss: torch.Tensor = engine.train_batch(micro_batches)
+            return loss
+        parts = []
+        for tokens, labels in micro_batches:
+            parts.append(engine(tokens, labels))
+            engine.backward(parts[-1])
+            engine.step()
+        return torch.stack(parts).mean()
+    tokens = torch.cat([batch(case, step, sample) for sample in samples])
+    loss = (
+        sequence.loss(engine, tokens, case.sp)
+        if case.model == "ulysses"
+        else loss_of(engine, tokens, case)
+    )
+    engine.backward(loss)
+    engine.step()
+    return loss
+
+
 def train_steps(engine: Any, case: Case, dp_rank: int) -> list[float]:
     """Do the steps of `case` and return this rank's losses."""
-    losses = []
-    for step in range(case.steps):
-        if case.model == "pipeline":
-            loss = engine.train_batch(pipeline.batches(step, dp_rank))
-        else:
-            loss = loss_of(engine, batch(case, step, dp_rank), case)
-            engine.backward(loss)
-            engine.step()
-        losses.append(loss.item())
+    mine = range(10 * dp_rank, 10 * dp_rank + MICRO_BATCHES)
+    samples = mine if case.micro_batched else [dp_rank]
+    losses = [train_step(engine, case, step, samples).item() for step in range(case.steps)]
     if not all(math.isfinite(loss) for loss in losses):
         raise RuntimeError(f"case {case.name}: losses are {losses}, expected finite numbers")
     return losses
@@ -136,14 +186,11 @@ def train_steps(engine: Any, case: Case, dp_rank: int) -> list[float]:
 
 def train(case: Case, folder: Path) -> None:
     """Train `case` on this rank and leave checkpoint and truth in `folder`."""
-    model = pipeline.build_pipeline(case) if case.model == "pipeline" else build_model(case)
-    initial = {name: value.detach().clone() for name, value in model.named_parameters()}
+    model = build(case)
+    initial = values(model)
     engine, scheduler = start_engine(model, case)
-    if case.model == "pipeline":
-        tp_dims = pipeline.tp_dims(engine.module, case)
-    else:
-        tp_dims = find_tp_dims(engine.module, case, initial)
-    losses = train_steps(engine, case, int(os.environ["RANK"]) // case.tp % case.dp)
+    tp_dims = find_dims(engine, case, initial)
+    losses = train_steps(engine, case, data_rank(case))
     state = client_state(case)
     engine.save_checkpoint(
         str(folder / "checkpoint"),
@@ -241,7 +288,7 @@ def serve() -> None:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         try:
-            case = CASES.get(name) or PIPELINE_CASES[name]
+            case = find_case(name)
             if rest:
                 request = Request.from_json(rest[0])
                 run_case(request.case(case), Path(folder), request)

@@ -48,7 +48,7 @@ def record_truth(
 ) -> None:
     """Write the truth of the trained `engine`; every rank must call this."""
     optimizer = engine.optimizer
-    if case.stage == 0 and case.model != "pipeline":
+    if case.stage == 0 and not hasattr(optimizer, "bf16_groups"):
         record_stage0(engine, case, folder, facts=facts, tensors=tensors)
         return
     relink(optimizer)

@@ -376,8 +376,8 @@ def test_random_models_lie_on_all_ranks_and_padding_is_zero(
 def test_partitions_are_deepspeeds_own() -> None:
     random = np.random.default_rng(3)
     cases = [
-        ([int(n) for n in random.choice([0, 0, 1, 7, 7, 30], random.integers(1, 13))], stages)
-        for stages in (1, 2, 3, 4, 5)
+        ([int(n) for n in random.choice([0, 0, 1, 7, 7, 30], random.integers(1, 25))], stages)
+        for stages in (1, 2, 3, 4, 5, 8)
         for _ in range(20)
     ]
     code = (
@@ -482,6 +482,7 @@ def test_a_number_of_layers_that_matters_is_told() -> None:
     [
         (None, Layout(pp=2, layers=5), "at least 7"),
         (None, Layout(pp=2, stages=(0, 9)), "starts at layer 9"),
+        (None, Layout(pp=2, layers=10**9), "at most 10000"),
         (None, Layout(pp=2, tied={"head": [0, 1]}), "no tied module"),
         (None, Layout(pp=2, tied={"embed": [2, 7]}), "parameters of its own"),
         (facts([[2], [3], [5, 6]], [0], [0, 1]), Layout(pp=2), "which layers use"),

@@ -20,6 +20,7 @@ from ucpstore.layout.parallel import Layout
 __all__ = ["TIED", "Pipeline", "is_pipeline", "make_pipeline"]
 
 TIED = "tied_modules."
+_MAX_LAYERS = 10_000
 _METHODS = ("parameters", "uniform")
 _NAME = re.compile(r"(?P<prefix>(?P<layer>\d+)\.|tied_modules\.(?P<key>[^.]+)\.)(?P<local>.+)")
 
@@ -254,8 +255,12 @@ def _count(known: _Known, uses: Mapping[str, Sequence[int | None]], layout: Layo
             raise PlanError(
                 f"layout layers={layout.layers}: layer {least - 1} has parameters, expected at least {least}."
             )
-        return layout.layers
-    return least + any(None in found for found in uses.values())
+        least = layout.layers
+    else:
+        least += any(None in found for found in uses.values())
+    if least > _MAX_LAYERS:
+        raise PlanError(f"a pipeline of {least} layers: expected at most {_MAX_LAYERS}.")
+    return least
 
 
 def _bounds(
