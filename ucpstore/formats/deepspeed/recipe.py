@@ -281,12 +281,10 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
 
 
 def known_patterns(source: Source, patterns: Patterns | None) -> Patterns | None:
-    """The given rules, and after them the source's own."""
+    """The given rules, and after them the source's own; None where there are none."""
     document = source.common.document.get("patterns")
-    if document is None:
-        return patterns
-    own = Patterns.from_json(document)
-    return own if patterns is None else patterns + own
+    own = Patterns() if document is None else Patterns.from_json(document)
+    return (patterns or Patterns()) + own or None
 
 
 def _numels(source: Source, slices: Slices) -> dict[str, int]:
