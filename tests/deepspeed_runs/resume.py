@@ -84,7 +84,7 @@ class Request:
         source = find_case(case.name)
         model = train.build(case)
         if self.load is not None:
-            _overwrite(model)
+            self._prepare(model)
         initial = train.values(model)
         engine, scheduler = train.start_engine(model, case)
         if self.load is None:
@@ -108,6 +108,10 @@ class Request:
         if dist.get_rank() == 0:
             (folder / "losses.json").write_text(json.dumps(losses))
         torch.distributed.barrier()
+
+    def _prepare(self, model: Any) -> None:
+        """Change the model before the engine gets it: nothing of it must survive the loading."""
+        _overwrite(model)
 
     def _load(self, engine: Any, keys: Collection[str]) -> dict[str, Any]:
         """Load, save again where that is asked for, and return the client's state.
