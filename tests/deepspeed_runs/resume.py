@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from tests.deepspeed_runs.cache import Run, ask_trainer
 from tests.deepspeed_runs.cases import MICRO_BATCHES, Case, find_case
 
-__all__ = ["Request", "continue_run", "resume_run"]
+__all__ = ["Request", "Resumed", "continue_run", "resume_run", "train_run"]
 
 SAMPLES = 6  # of a global batch without micro-batches: as many for each of 1, 2, 3 and 6 ranks
 
@@ -29,9 +29,9 @@ SAMPLES = 6  # of a global batch without micro-batches: as many for each of 1, 2
 class Request:
     """What to do: ``load`` is the folder to resume from; None trains from the start instead.
 
-    The layout (number of ranks, degrees, ZeRO stage, dtype, further ZeRO options) is that of the resuming
-    run. ``model`` is that of the resuming run where it is not the case's: a plain twin of a pipeline, or a
-    pipeline. ``save`` is the folder for a checkpoint of the resumed run, before its first step.
+    The layout (number of ranks, degrees, ZeRO stage, dtype, further ZeRO and other options) is that of the
+    resuming run. ``model`` is that of the resuming run where it is not the case's: a plain twin of a
+    pipeline, or a pipeline. ``save`` is where the engine saves before the further steps.
     """
 
     load: str | None
@@ -54,22 +54,21 @@ class Request:
 
     def case(self, case: Case) -> Case:
         """`case` with this run's layout, and global batches of as many samples."""
-        if self.load is None:
-            return case
-        model: Any = self.model or case.model
-        resuming = replace(
-            case,
-            world=self.world,
-            stage=self.stage,
-            dtype=self.dtype,  # type: ignore[arg-type]
-            tp=self.tp,
-            pp=self.pp,
-            sp=self.sp,
-            partition=self.partition,
-            model=model,
-            zero={**case.zero, **self.zero},
-        )
+        layout: dict[str, Any] = {
+            "world": self.world,
+            "stage": self.stage,
+            "dtype": self.dtype,
+            "tp": self.tp,
+            "pp": self.pp,
+            "sp": self.sp,
+            "partition": self.partition,
+            "model": self.model or case.model,
+        }
         config = {**case.config, **self.config}
+        if self.dtype == "fp16":  # in the words of the scripts, an fp32 run with a section more
+            layout["dtype"] = "fp32"
+            config["fp16"] = {**config.get("fp16", {}), "enabled": True}
+        resuming = replace(case, **layout, zero={**case.zero, **self.zero})
         if case.micro_batched:
             config["gradient_accumulation_steps"] = len(share(case, resuming, 0))
         return replace(resuming, config=config)
@@ -86,19 +85,29 @@ class Request:
         if self.load is not None:
             self._prepare(model)
         initial = train.values(model)
+        if self.dtype == "fp16":
+            _let_cpus_compute_fp16()
         engine, scheduler = train.start_engine(model, case)
+        tp_dims = train.find_dims(engine, case, initial)
+        client: dict[str, Any] = {}
         if self.load is None:
             train.train_steps(engine, case, train.data_rank(case))
         else:
-            tp_dims = train.find_dims(engine, case, initial)
-            client = self._load(engine, train.client_state(case).keys())
-            plain = {k: v for k, v in client.items() if isinstance(v, int | str | float)}
+            client = self._load(engine, case)
+        if self.load is not None or self.save is not None:
             facts = {
-                "client_state": plain,
+                "client_state": {
+                    k: v for k, v in client.items() if isinstance(v, int | str | float)
+                },
                 "scheduler": scheduler.state_dict() if scheduler is not None else None,
+                "scaler": _scaler(engine.optimizer),
                 "tp_dims": tp_dims,
             }
             train.record_truth(engine, case, folder, facts=facts, tensors={})
+        if self.save is not None:
+            # with the client's entries DeepSpeed hands back some of its own, and refuses to take those again
+            kept = {key: client[key] for key in train.client_state(case) if key in client}
+            engine.save_checkpoint(self.save, client_state=kept)
         losses = []
         samples = share(source, case, train.data_rank(case))
         for step in range(self.further):
@@ -110,20 +119,14 @@ class Request:
         torch.distributed.barrier()
 
     def _prepare(self, model: Any) -> None:
-        """Change the model before the engine gets it: nothing of it must survive the loading."""
+        """Change the model before the engine gets it: nothing of it may survive the loading."""
         _overwrite(model)
 
-    def _load(self, engine: Any, keys: Collection[str]) -> dict[str, Any]:
-        """Load, save again where that is asked for, and return the client's state.
-
-        DeepSpeed hands back entries of its own with the client's, and refuses to be given them again.
-        """
+    def _load(self, engine: Any, case: Case) -> dict[str, Any]:
+        """Load into the engine of `case`, and return the client's state."""
         found, client = engine.load_checkpoint(self.load)
         if found is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {self.load}")
-        if self.save is not None:
-            kept = {key: value for key, value in client.items() if key in keys}
-            engine.save_checkpoint(self.save, client_state=kept)
         return dict(client)
 
 
@@ -155,6 +158,20 @@ def _overwrite(model: Any) -> None:
                 buffer.zero_()
 
 
+def _scaler(optimizer: Any) -> dict[str, Any]:
+    """The live loss scaler of any of DeepSpeed's classes."""
+    found = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    plain = vars(found) if found is not None else {}
+    return {key: value for key, value in plain.items() if isinstance(value, int | float)}
+
+
+def _let_cpus_compute_fp16() -> None:
+    """DeepSpeed asks whether this CPU has instructions for fp16; torch computes it without, too."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+
+
 @dataclass(frozen=True, slots=True)
 class Resumed:
     """A resumed run: losses of its steps, and what the engine held before the first of them."""
@@ -171,10 +188,23 @@ def resume_run(name: str, load: Path, folder: Path, **layout: Any) -> Resumed:
     return Resumed(tuple(json.loads((folder / "losses.json").read_text())), run)
 
 
+def train_run(name: str, folder: Path, **layout: Any) -> Resumed:
+    """Train case `name` in another layout, save to ``folder/checkpoint``, and go on (see `Request`)."""
+    folder.mkdir()
+    request = Request(load=None, save=str(folder / "checkpoint"), **layout)
+    ask_trainer(name, folder / "truth", json.dumps(asdict(request)))
+    case, truth = request.case(find_case(name)), folder / "truth"
+    run = Run(case=case, path=folder / "checkpoint", truth_path=truth)
+    return Resumed(tuple(json.loads((truth / "losses.json").read_text())), run)
+
+
 @functools.cache
 def continue_run(name: str, further: int = 5) -> tuple[float, ...]:
     """Losses of the steps that the original engine of case `name` does after its save."""
-    request = Request(load=None, further=further)
+    case = find_case(name)
+    layout = ("world", "stage", "dtype", "tp", "pp", "sp", "partition")
+    own = {name: getattr(case, name) for name in layout}
+    request = Request(load=None, further=further, **own)
     with tempfile.TemporaryDirectory(prefix=f"ucpstore-{os.getpid()}-") as temporary:
         folder = Path(temporary) / "run"
         ask_trainer(name, folder, json.dumps(asdict(request)))

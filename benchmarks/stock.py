@@ -1,0 +1,341 @@
+"""The resume matrix tried with stock tools: ``python -m benchmarks.stock``. See benchmarks/README.md.
+
+Every row of `tests/test_matrix.py` (a real run, a target layout) is tried with ucpstore, with DeepSpeed's own
+universal checkpoints, with PyTorch's DCP, and without any conversion. What the resumed engine holds, and the
+losses of its next five steps, are compared with the run that never stopped, as the test does it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.stock_trial import DCP_ROUTES, Trial
+from tests.deepspeed_runs import Run, copy_run, deepspeed_run
+from tests.deepspeed_runs.compare import differences, tensors_of
+from tests.deepspeed_runs.resume import Resumed, continue_run
+from tests.test_matrix import MATRIX, convert, settings, words
+from ucpstore.errors import UcpStoreError
+
+__all__ = ["ROUTES", "Bench", "Outcome", "classify", "main"]
+
+ROOT = Path(__file__).parent.parent
+ROUTES = ("ucpstore", "universal", *DCP_ROUTES, "none")
+"""Ways from a checkpoint to the target layout; ``none`` is loading it as it is."""
+CONVERTER_FLAGS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("--inject_missing_state",),
+    ("--inject_missing_state", "--no_strict"),
+)
+"""Of `ds_to_universal`, tried in this order until it succeeds."""
+LIMIT = 90.0
+"""Seconds after which a trial counts as hanging; those that end take a few."""
+PACKAGES = ("deepspeed", "torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one trial ended.
+
+    Attributes
+    ----------
+    word : {"works", "partly", "silently wrong", "error", "hang"}
+        ``works``: everything compared is equal, the losses within the row's tolerance. ``partly``: the
+        losses are, something else is not. ``silently wrong``: no error, and other losses.
+    wrong : mapping
+        Category (as `differences` names them) to the number of names of it that differ.
+    step : {"", "save", "convert", "load"}
+        Where it ended, unless it ran to its end.
+    error : mapping, optional
+        Type, message and place of the first error, and whether it was ``foreseen``.
+    flags : tuple of str
+        What the converter of DeepSpeed had to be given.
+    as_built : str
+        The word of a second trial, whose model was not noise before the loading but as the source's when
+        it started; only where the first one was wrong without an error.
+    """
+
+    word: str
+    wrong: Mapping[str, int] = field(default_factory=dict)
+    of: Mapping[str, int] = field(default_factory=dict)
+    step: str = ""
+    error: Mapping[str, Any] | None = None
+    flags: tuple[str, ...] = ()
+    as_built: str = ""
+    seconds: float = 0.0
+
+
+def classify(found: Mapping[str, set[str]]) -> str:
+    """Return the word for a trial without an error, from what differs."""
+    if not found:
+        return "works"
+    return "silently wrong" if "losses" in found else "partly"
+
+
+class Server:
+    """The process that forks the trials."""
+
+    def __init__(self) -> None:
+        environment = {
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONWARNINGS": "ignore",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.stock_server"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Have one trial done."""
+        process = self._process
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("the server was started without pipes")
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the server of trials ended with {process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+class Bench:
+    """Does trials in `work`; what a source needs once is kept for its other rows."""
+
+    def __init__(self, work: Path, *, limit: float = LIMIT) -> None:
+        self.work = work
+        self.limit = limit
+        self.server = Server()
+        self._ready: dict[tuple[str, str], tuple[Path, Outcome | None, tuple[str, ...]]] = {}
+        self._count = 0
+
+    def ask(self, kind: str, **request: Any) -> dict[str, Any]:
+        folder = self._folder()
+        return self.server.ask(
+            {"kind": kind, "folder": str(folder), "limit": self.limit, **request}
+        )
+
+    def _folder(self) -> Path:
+        self._count += 1
+        return self.work / f"trial-{self._count}"
+
+    def outcome(
+        self, name: str, target: Mapping[str, Any], rtol: float, route: str
+    ) -> Outcome:
+        """Try one route for one row of the matrix."""
+        run = deepspeed_run(name)
+        if route == "ucpstore":
+            try:
+                path = convert(run.path, self._folder(), target)
+            except UcpStoreError as error:
+                return Outcome("error", step="convert", error=described(error))
+            failed, flags = None, ()
+        else:
+            path, failed, flags = self._prepared(run, route)
+        if failed is not None:
+            return failed
+        first, found = self._resume(run, path, target, rtol, route=route, noise=True)
+        as_built = ""
+        if first.word in ("partly", "silently wrong") and found is not None:
+            again, _ = self._resume(run, path, target, rtol, route=route, noise=False)
+            as_built = again.word
+        return Outcome(**{**fields(first), "flags": flags, "as_built": as_built})
+
+    def _prepared(self, run: Run, route: str) -> tuple[Path, Outcome | None, tuple[str, ...]]:
+        """Return what the target loads, and the outcome if making it failed already."""
+        if route == "none":
+            return run.path, None, ()
+        key = (run.case.name, route)
+        if key not in self._ready:
+            make = self._universal if route == "universal" else self._dcp
+            self._ready[key] = make(run, route)
+        return self._ready[key]
+
+    def _universal(self, run: Run, route: str) -> tuple[Path, Outcome | None, tuple[str, ...]]:
+        copied = copy_run(run, self._folder())
+        answer: dict[str, Any] = {}
+        for flags in CONVERTER_FLAGS:
+            target = f"{copied.tag_path}_universal"
+            answer = self.ask(
+                "universal", source=str(copied.tag_path), target=target, flags=list(flags)
+            )
+            if answer["ended"] == "ok":
+                return copied.path, None, flags
+            if not wants_other_flags(answer):
+                break
+        return copied.path, failure(answer, "convert", flags), flags
+
+    def _dcp(self, run: Run, route: str) -> tuple[Path, Outcome | None, tuple[str, ...]]:
+        path = self._folder()
+        answer = self.ask("save", name=run.case.name, route=route, target=str(path))
+        return path, None if answer["ended"] == "ok" else failure(answer, "save"), ()
+
+    def _resume(
+        self,
+        run: Run,
+        path: Path,
+        target: Mapping[str, Any],
+        rtol: float,
+        *,
+        route: str,
+        noise: bool,
+    ) -> tuple[Outcome, Mapping[str, set[str]] | None]:
+        trial = Trial(
+            load=str(path),
+            name=run.case.name,
+            route=route if route in DCP_ROUTES else "load",
+            noise=noise,
+            config={"checkpoint": {"load_universal": True}} if route == "universal" else {},
+            **settings(run, target),
+        )
+        folder = self._folder()
+        answer = self.server.ask(
+            {"kind": "resume", "folder": str(folder), "limit": self.limit, "trial": asdict(trial)}
+        )
+        if answer["ended"] != "ok":
+            return failure(answer, "load"), None
+        resumed = Resumed(
+            tuple(json.loads((folder / "losses.json").read_text())),
+            Run(case=trial.case(run.case), path=path, truth_path=folder),
+        )
+        return compared(run, resumed, rtol, seconds=answer["seconds"])
+
+    def close(self) -> None:
+        self.server.close()
+
+
+def compared(
+    run: Run, resumed: Resumed, rtol: float, *, seconds: float
+) -> tuple[Outcome, Mapping[str, set[str]]]:
+    """Compare as the test of the matrix does; ranks that disagree are a difference too."""
+    try:
+        found = differences(run, resumed, continue_run(run.case.name), rtol=rtol)
+    except AssertionError as error:
+        found = {"ranks": {str(error).splitlines()[0]}, "losses": set()}
+    counts = {category: len(names) for category, names in sorted(found.items())}
+    totals: dict[str, int] = {}
+    for state, _ in tensors_of(run):
+        totals[state] = totals.get(state, 0) + 1
+    return Outcome(classify(found), wrong=counts, of=totals, seconds=seconds), found
+
+
+def wants_other_flags(answer: Mapping[str, Any]) -> bool:
+    """Whether the converter's message is about its own checks, which a user switches off."""
+    text = str(answer.get("error", {}).get("message", ""))
+    return "universal_checkpoint_info" in text or "unused" in text.lower() or "pattern" in text
+
+
+def failure(answer: Mapping[str, Any], step: str, flags: tuple[str, ...] = ()) -> Outcome:
+    """Return the outcome of a trial that did not end well."""
+    error = answer.get("error")
+    if error and error["type"] == "NothingLoadedError":
+        return Outcome("silently wrong", step=step, error=error, seconds=answer["seconds"])
+    word = "hang" if answer["ended"] == "hang" else "error"
+    return Outcome(word, step=step, error=error, flags=flags, seconds=answer["seconds"])
+
+
+def described(error: UcpStoreError) -> dict[str, Any]:
+    return {"type": type(error).__name__, "message": str(error), "foreseen": True}
+
+
+def fields(outcome: Outcome) -> dict[str, Any]:
+    return {name: getattr(outcome, name) for name in Outcome.__slots__}
+
+
+# ------------------------------------------------------------------- report
+
+
+def cell(outcome: Outcome) -> str:
+    """One cell of the table."""
+    text = outcome.word
+    if outcome.wrong:
+        text += ": " + ", ".join(
+            f"{category} {count}/{outcome.of[category]}" if category in outcome.of else category
+            for category, count in outcome.wrong.items()
+        )
+    if outcome.error:
+        text += f" ({outcome.step}: {outcome.error['type']} {outcome.error['message'][:60]})"
+    if outcome.as_built and outcome.as_built != outcome.word:
+        text += f"; as built: {outcome.as_built}"
+    return text.replace("|", "/")
+
+
+def row_title(name: str, target: Mapping[str, Any]) -> str:
+    return f"{name} -> {words(target)}"
+
+
+def report(rows: Sequence[Mapping[str, Any]], routes: Sequence[str]) -> str:
+    """Return the table in Markdown."""
+    lines = ["| source -> target | " + " | ".join(routes) + " |", "|---" * (len(routes) + 1) + "|"]
+    for row in rows:
+        cells = [cell(row["outcomes"][route]) for route in routes]
+        lines.append(f"| {row_title(row['source'], row['target'])} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def document(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what ``--json`` writes."""
+    return {
+        "versions": {name: version(name) for name in PACKAGES},
+        "python": sys.version.split()[0],
+        "limit_seconds": LIMIT,
+        "rows": [
+            {
+                **row,
+                "outcomes": {
+                    route: {key: value for key, value in asdict(outcome).items() if value}
+                    for route, outcome in row["outcomes"].items()
+                },
+            }
+            for row in rows
+        ],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write all outcomes here")
+    parser.add_argument("--routes", nargs="+", choices=ROUTES, default=list(ROUTES))
+    parser.add_argument("--only", default="", help="rows whose title contains this text")
+    parser.add_argument("--work", type=Path, help="keep what is made, and the logs, here")
+    args = parser.parse_args(arguments)
+    chosen = [row for row in MATRIX if args.only in row_title(row[0], row[1])]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="ucpstore-stock-") as temporary:
+        bench = Bench(args.work or Path(temporary))
+        for name, target, rtol in chosen:
+            outcomes: dict[str, Outcome] = {}
+            for route in args.routes:
+                outcomes[route] = bench.outcome(name, target, rtol, route)
+                title = f"{row_title(name, target)}, {route}"
+                print(f"{title}: {cell(outcomes[route])}", file=sys.stderr, flush=True)
+            rows.append({"source": name, "target": target, "rtol": rtol, "outcomes": outcomes})
+            if args.json:
+                args.json.write_text(json.dumps(document(rows), indent=1) + "\n")
+        bench.close()
+    print(report(rows, args.routes))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
