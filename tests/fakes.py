@@ -125,7 +125,7 @@ class CrashingFiles:
     ----------
     files : Files
     crash_at : int
-        Number of the effect (sink close, write, create, sync, delete) that is the last one; from 1.
+        Number of the effect (sink close, write, create, sync, delete, move) that is the last one; from 1.
     after : bool
         Die right after the effect rather than right before it.
     """
@@ -199,6 +199,18 @@ class CrashingFiles:
 
     def delete(self, names: Iterable[str]) -> None:
         self._effect(lambda: self._files.delete(names))
+
+    def move(self, name: str, to: str) -> bool:
+        def act() -> bool:
+            moved: bool = self._files.move(name, to)  # type: ignore[attr-defined]
+            if moved:
+                self.unsynced = {
+                    to + old.removeprefix(name) if f"{old}/".startswith(f"{name}/") else old
+                    for old in self.unsynced
+                }
+            return moved
+
+        return bool(self._effect(act))
 
     def sink(self, name: str, nbytes: int) -> Sink:
         self.alive()

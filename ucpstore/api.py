@@ -406,7 +406,7 @@ def abandon(dest: Url, *, storage_options: Mapping[str, Any] | None = None) -> s
     str or None
         Plan digest that held the claim; None where there was no open claim.
     """
-    from ucpstore.formats.deepspeed.writer import DeepSpeedLog
+    from ucpstore.formats.deepspeed.commit import DeepSpeedLog
     from ucpstore.store.protocol import CommitLog
 
     files = open_files(os.fspath(dest), storage_options)

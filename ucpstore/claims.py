@@ -52,6 +52,7 @@ __all__ = [
     "CLAIMS",
     "COMMIT",
     "DONE",
+    "STAGING",
     "VERSION",
     "Claim",
     "ClaimLog",
@@ -72,6 +73,8 @@ CLAIMS = ".ucpstore/claims"
 DONE = ".ucpstore/done"
 COMMIT = ".ucpstore/commit.json"
 """Of targets in a framework's own format: which plan is committed there."""
+STAGING = ".ucpstore/files"
+"""Where such targets keep their files out of sight; a folder per plan."""
 
 _RECHECK_SECONDS = 2.0
 """How long a look at the claim stays good on object stores, where it costs a request."""

@@ -10,11 +10,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ucpstore.dtypes import itemsize
 from ucpstore.io.base import Files, FileStat
 from ucpstore.layout.region import Region
+
+if TYPE_CHECKING:
+    from ucpstore.layout.rules import Patterns
 
 __all__ = [
     "Arrays",
@@ -112,7 +115,8 @@ class CommonState:
     document : dict
         JSON values only. Keys: ``param_groups`` (list of dicts; ``params`` lists fqns, the rest are
         hyper-parameters), ``steps`` (fqn -> number), ``scheduler``, ``loss_scaler``, ``counters``, ``rng``,
-        ``framework``, ``client``. Values that JSON lacks are tagged: see `ucpstore.tagged`.
+        ``framework``, ``client``, and ``patterns`` where parameters lie on tensor-parallel ranks: the normal
+        form of `ucpstore.layout.rules.Patterns`. Values that JSON lacks are tagged: see `ucpstore.tagged`.
     tensors : mapping of str to StateSpec
         Real tensors among the common state. The document refers to them as ``{"$tensor": name}``; they
         are read like any state, with the fqn `CommonState.FQN`.
@@ -291,5 +295,23 @@ class Format(Protocol):
     def detect(self, files: Files) -> Detection:
         """Look at listings only."""
 
-    def open(self, files: Files, *, tag: str | None = None) -> Source:
-        """Index the checkpoint. Reads metadata only, never tensor bytes, and imports no torch."""
+    def open(
+        self,
+        files: Files,
+        *,
+        tag: str | None = None,
+        patterns: Patterns | None = None,
+        rank: int | None = None,
+    ) -> Source:
+        """Index the checkpoint. Reads metadata only, never tensor bytes, and imports no torch.
+
+        Parameters
+        ----------
+        files : Files
+        tag : str, optional
+            Which checkpoint of several.
+        patterns : Patterns, optional
+            How parameters lie on tensor-parallel ranks: they count before what the checkpoint says.
+        rank : int, optional
+            Open the local tensors of this tensor-parallel rank instead of whole parameters.
+        """

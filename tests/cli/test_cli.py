@@ -355,6 +355,16 @@ def test_an_interruption_is_told_in_json_too(store: Path, monkeypatch: pytest.Mo
     assert validate(json.loads(result.stdout), "error")["error"]["kind"] == "interrupted"
 
 
+def test_an_interruption_between_two_commands_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main.commands["env"], "make_context", interrupt)
+    result = invoke("env")
+    assert result.exit_code == EXIT_INTERRUPTED
+    assert "run the same command again" in result.stderr
+
+
 def test_relative_paths_are_those_of_the_caller(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

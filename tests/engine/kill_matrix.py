@@ -1,9 +1,9 @@
 """Kills real processes with SIGKILL at every stage of a conversion, and runs the same command again.
 
-Forks, so that a trial costs milliseconds: this process starts no thread and loads neither TensorStore
+Forks, so that a trial costs milliseconds: this process keeps no thread and loads neither TensorStore
 nor zarr. Prints one JSON line per trial; any violated promise ends it with a traceback.
 
-    python -m tests.engine.kill_matrix FOLDER TRIALS_PER_STAGE SEED
+    python -m tests.engine.kill_matrix zarr|native FOLDER TRIALS_PER_STAGE SEED
 """
 
 from __future__ import annotations
@@ -15,41 +15,30 @@ import shutil
 import signal
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from tests.fakes import ArraySource
-from ucpstore.engine.plan import Plan, make_plan
+from tests.engine.kill_subjects import SUBJECTS, Subject
 from ucpstore.engine.run import Report, Workers, run
 from ucpstore.engine.worker import Settings
-from ucpstore.errors import UncommittedError, UnrecognizedSourceError
 from ucpstore.io.base import Files, FileStat, Sink
 from ucpstore.io.local import LocalFiles
-from ucpstore.store.grid import plan_arrays
-from ucpstore.store.source import StoreSource
-from ucpstore.store.target import ZarrTarget
-
-STAGES = ("claim", "data", "data_write", "before_done", "after_done", "children", "root")
 
 
-def stage_of(effect: str, name: str) -> str | None:
-    """Which stage of the protocol an effect on an object belongs to."""
-    if effect == "write":
-        return "data_write" if name.startswith(("params/", "common/")) else None
-    if name.startswith(".ucpstore/claims/"):
-        return "claim"
-    if name.startswith(".ucpstore/done/"):
-        return "after_done"
-    if effect == "sync":
-        return "before_done"
-    if name == "zarr.json":
-        return "root"
-    if name.endswith("zarr.json"):
-        return "children"
-    return "data" if effect == "close" else None
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a process dies: before or after the n-th effect of one stage.
+
+    ``crowded``: another plan died in the same destination before, and was abandoned.
+    """
+
+    stage: str
+    moment: int
+    after: bool
+    crowded: bool
 
 
 class KillingFiles:
@@ -57,21 +46,26 @@ class KillingFiles:
 
     is_local = True
 
-    def __init__(self, files: LocalFiles, stage: str, moment: int, *, after: bool) -> None:
-        self._files = files
-        self.url, self.options = files.url, files.options
-        self._stage, self._left, self._after = stage, moment, after
+    def __init__(self, folder: Path, subject: Subject, choice: Choice | None = None) -> None:
+        self._files = LocalFiles(str(folder))
+        self.url, self.options = self._files.url, self._files.options
+        self._subject = subject
+        self._choice = choice
+        self.seen: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._files, name)
 
     def effect(self, effect: str, name: str, act: Callable[[], Any]) -> Any:
-        here = stage_of(effect, name) == self._stage
-        self._left -= here
-        if here and self._left == 0 and not self._after:
+        stage = self._subject.stage_of(effect, name)
+        choice, here = self._choice, False
+        if stage is not None:
+            self.seen[stage] += 1
+            here = choice is not None and (stage, self.seen[stage]) == (choice.stage, choice.moment)
+        if here and choice is not None and not choice.after:
             os.kill(os.getpid(), signal.SIGKILL)
         result = act()
-        if here and self._left == 0:
+        if here:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
@@ -85,7 +79,10 @@ class KillingFiles:
         self.effect("sync", "", self._files.sync)
 
     def delete(self, names: Iterable[str]) -> None:
-        self._files.delete(names)
+        self.effect("delete", "", lambda: self._files.delete(names))
+
+    def move(self, name: str, to: str) -> bool:
+        return bool(self.effect("move", to, lambda: self._files.move(name, to)))
 
     def sink(self, name: str, nbytes: int) -> Sink:
         return KillingSink(self, self._files.sink(name, nbytes), name)
@@ -105,32 +102,11 @@ class KillingSink:
         self._sink.abort()
 
 
-def make_source() -> ArraySource:
-    """A matrix of several shards, small tensors, a bfloat16 one, and common tensors."""
-    rng = np.random.default_rng(7)
-    arrays = {
-        f"layers.{i}.weight": {
-            state: rng.standard_normal((96, 1024), dtype=np.float32)
-            for state in ("fp32", "adam_m", "adam_v")
-        }
-        for i in range(3)
-    }
-    wide = {
-        state: rng.standard_normal((20_000, 1024), dtype=np.float32) for state in ("fp32", "adam_m")
-    }
-    arrays["embedding.weight"] = wide
-    arrays["norm.weight"] = {"fp32": rng.standard_normal(1024, dtype=np.float32)}
-    common = {"counters": {"global_steps": 3}, "steps": {"norm.weight": 3}}
-    return ArraySource(arrays, common, tensors={"rng": rng.integers(0, 255, 5000, dtype=np.uint8)})
-
-
-def convert(source: ArraySource, files: Files, keys: list[str] | None = None) -> Report:
+def convert(
+    subject: Subject, files: Files, keys: list[str] | None = None, *, other: bool = False
+) -> Report:
     """One run of the engine, as `ucpstore.api.convert` wires it; ``keys`` collects the objects written."""
-    arrays = plan_arrays(source)
-    target = ZarrTarget(files, arrays, source=source)
-    plan: Plan = make_plan(
-        source, target, states=[member for array in arrays for member in array.members]
-    )
+    source, target, plan = subject.job(files, other=other)
 
     def listen(event: Any) -> None:
         if keys is not None and hasattr(event, "key"):
@@ -141,7 +117,7 @@ def convert(source: ArraySource, files: Files, keys: list[str] | None = None) ->
         plan,
         workers=Workers(threads=1),
         opener=lambda: (plan.digest, source, target),
-        settings=Settings(threads=1, publish_nbytes=24 << 20),
+        settings=Settings(threads=1, publish_nbytes=subject.publish_nbytes),
         emit=listen,
     )
 
@@ -180,11 +156,13 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-def done_keys(folder: Path, keys: dict[int, str]) -> set[str]:
-    """Objects that have a done record."""
+def done_keys(folder: Path, digest: str, keys: Sequence[str]) -> set[str]:
+    """Objects that have a done record of the plan."""
     found = set()
     for path in (folder / ".ucpstore" / "done").glob("*.json"):
-        found |= {keys[record[0]] for record in json.loads(path.read_bytes())["records"]}
+        done = json.loads(path.read_bytes())
+        if done["plan_digest"] == digest:
+            found |= {keys[record[0]] for record in done["records"]}
     return found
 
 
@@ -193,79 +171,96 @@ def must(condition: bool, promise: str) -> None:
         raise SystemExit(f"broken promise: {promise}")
 
 
+def crowd(subject: Subject, folder: Path) -> None:
+    """Another plan dies in ``folder``, with done work and an unfinished file, and is abandoned."""
+    choice = Choice("data_write", subject.crowd_moment, after=True, crowded=False)
+    killed, _ = in_child(
+        lambda: convert(subject, KillingFiles(folder, subject, choice), other=True).to_json()
+    )
+    must(killed == signal.SIGKILL, "the other plan did not die")
+    must(any((folder / ".ucpstore" / "tmp").iterdir()), "the other plan left no unfinished file")
+    _, freed = in_child(lambda: subject.job(LocalFiles(str(folder)), other=True)[1].abandon())
+    must(freed is not None, "the other plan was not abandoned")
+
+
+def undisturbed(subject: Subject, folder: Path, *, crowded: bool) -> dict[str, int]:
+    """Convert, and count the effects of every stage."""
+    if crowded:
+        crowd(subject, folder)
+
+    def work() -> dict[str, int]:
+        files = KillingFiles(folder, subject)
+        must(convert(subject, files).committed, "an undisturbed run did not commit")
+        return dict(files.seen)
+
+    counts: dict[str, int] = in_child(work)[1]
+    return counts
+
+
+def dies(subject: Subject, folder: Path, choice: Choice) -> bool:
+    """One run that is killed; whether it was."""
+    killed, _ = in_child(lambda: convert(subject, KillingFiles(folder, subject, choice)).to_json())
+    return killed == signal.SIGKILL
+
+
 def trial(
-    folder: Path,
-    source: ArraySource,
-    reference: dict[str, bytes],
-    task_keys: dict[int, str],
-    choice: tuple[str, int, bool],
+    subject: Subject, folder: Path, reference: dict[str, bytes], choices: Sequence[Choice]
 ) -> dict[str, Any]:
-    stage, moment, after = choice
     shutil.rmtree(folder, ignore_errors=True)
-
-    def dies() -> None:
-        convert(source, KillingFiles(LocalFiles(str(folder)), stage, moment, after=after))
-
-    killed, _ = in_child(dies)
-    recorded = done_keys(folder, task_keys)
-    visible = (folder / "zarr.json").exists()
-    if not visible:
-        try:
-            StoreSource(LocalFiles(str(folder)))
-            must(False, f"{choice}: something uncommitted opened")
-        except UncommittedError:
-            pass
-        except UnrecognizedSourceError:
-            claims = list(folder.glob(".ucpstore/claims/*"))
-            must(not claims, f"{choice}: an unfinished conversion is not recognised as one")
-        must(
-            not list(folder.glob("params/**/zarr.json")) or stage in ("children", "root"),
-            f"{choice}: early metadata",
-        )
+    if choices[0].crowded:
+        crowd(subject, folder)
+    _, target, plan = subject.job(LocalFiles(str(folder)))
+    keys = [task.key for task in target.tasks()]
+    killed = []
+    for choice in choices:
+        killed.append(dies(subject, folder, choice))
+        if subject.visible(folder):
+            must(tree(folder) == reference, f"{choices}: something incomplete is visible")
+        subject.look(folder, reference, choices)
+    recorded = done_keys(folder, plan.digest, keys)
 
     def resumes() -> dict[str, Any]:
-        keys: list[str] = []
-        report = convert(source, LocalFiles(str(folder)), keys)
-        return {"keys": keys, "resumed": report.tasks_resumed, "committed": report.committed}
+        written: list[str] = []
+        report = convert(subject, LocalFiles(str(folder)), written)
+        return {"keys": written, "resumed": report.tasks_resumed, "committed": report.committed}
 
-    _, second = in_child(resumes)
-    must(second["committed"], f"{choice}: the second run did not commit")
-    must(not recorded & set(second["keys"]), f"{choice}: tasks with a done record were redone")
-    must(tree(folder) == reference, f"{choice}: the bytes differ from those of an undisturbed run")
-    must(not any((folder / ".ucpstore" / "tmp").glob("*")), f"{choice}: unfinished files are left")
+    _, last = in_child(resumes)
+    must(last["committed"], f"{choices}: the last run did not commit")
+    must(not recorded & set(last["keys"]), f"{choices}: tasks with a done record were redone")
+    must(tree(folder) == reference, f"{choices}: the bytes differ from those of an undisturbed run")
+    # A run that found everything committed has nothing to tidy: its killed forerunner had.
+    for name in ("tmp", "files"):
+        left = list((folder / ".ucpstore" / name).glob("*"))
+        must(not left, f"{choices}: unfinished files are left: {left}")
     return {
-        "stage": stage,
-        "moment": moment,
-        "after": after,
-        "killed": killed == signal.SIGKILL,
-        "resumed": second["resumed"],
+        **asdict(choices[0]),
+        "runs": len(choices),
+        "killed": killed[0],
+        "resumed": last["resumed"],
     }
 
 
-def main(base: Path, trials: int, seed: int) -> None:
-    source = make_source()
-    reference_folder = base / "reference"
-    in_child(lambda: convert(source, LocalFiles(str(reference_folder))).to_json())
-    reference = tree(reference_folder)
-    tasks = ZarrTarget(LocalFiles(str(base / "none")), plan_arrays(source), source=source).tasks()
-    task_keys = {task.index: task.key for task in tasks}
+def main(subject: Subject, base: Path, trials: int, seed: int) -> None:
     counts = {
-        "claim": 1,
-        "data": len(tasks),
-        "data_write": len(tasks) * 4,
-        "before_done": 4,
-        "after_done": 4,
-        "children": sum(name.endswith("zarr.json") for name in reference) - 1,
-        "root": 1,
+        crowded: undisturbed(subject, base / f"reference-{crowded}", crowded=crowded)
+        for crowded in (False, True)
     }
+    reference = tree(base / "reference-False")
+    must(tree(base / "reference-True") == reference, "an abandoned plan changed the bytes")
     rng = random.Random(seed)
-    for stage in STAGES:
-        for _ in range(trials):
-            choice = (stage, rng.randint(1, counts[stage]), rng.random() < 0.5)
-            print(
-                json.dumps(trial(base / "trial", source, reference, task_keys, choice)), flush=True
-            )
+
+    def choose(stage: str, number: int) -> Choice:
+        crowded = bool(number % 2) or not counts[False].get(stage)
+        moment = rng.randint(1, counts[crowded][stage])
+        return Choice(stage, moment, after=bool(number // 2 % 2), crowded=crowded)
+
+    for stage in subject.stages:
+        for number in range(trials):
+            choices = [choose(stage, number)]
+            if rng.random() < 0.5:  # and the run after it dies as well, if it comes that far
+                choices.append(choose(rng.choice(subject.stages), rng.randrange(4)))
+            print(json.dumps(trial(subject, base / "trial", reference, choices)), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(SUBJECTS[sys.argv[1]](), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

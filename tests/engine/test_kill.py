@@ -8,20 +8,32 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.engine.kill_matrix import STAGES
+import pytest
 
-TRIALS = 6
+from tests.engine.kill_subjects import SUBJECTS
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_kill_matrix(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.engine.kill_matrix", str(tmp_path), str(TRIALS), "11"]
+@pytest.mark.parametrize(("name", "trials"), [("zarr", 6), ("native", 12)])
+def test_kill_matrix(name: str, trials: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.engine.kill_matrix"]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
+        [*command, name, str(tmp_path), str(trials), "11"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    trials = [json.loads(line) for line in done.stdout.splitlines()]
-    assert Counter(trial["stage"] for trial in trials) == dict.fromkeys(STAGES, TRIALS)
-    killed = Counter(trial["stage"] for trial in trials if trial["killed"])
-    assert all(killed[stage] >= 5 for stage in STAGES), f"too few processes really died: {killed}"
-    assert any(trial["resumed"] for trial in trials), "no run ever resumed: nothing was proven"
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    stages = SUBJECTS[name].stages
+    # Every single process really died, at each stage before and after its effect.
+    killed = Counter(trial["stage"] for trial in found if trial["killed"])
+    assert killed == dict.fromkeys(stages, trials)
+    sides = {(trial["stage"], trial["after"]) for trial in found}
+    assert sides == {(stage, after) for stage in stages for after in (False, True)}
+    assert {trial["crowded"] for trial in found} == {False, True}
+    assert any(trial["runs"] > 1 for trial in found)
+    assert any(trial["resumed"] for trial in found), "no run ever resumed: nothing was proven"

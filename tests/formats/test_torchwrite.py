@@ -12,12 +12,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import xxhash
 
 from ucpstore.errors import PlanError
 from ucpstore.formats import torchwrite
 from ucpstore.formats._torch.pickling import dump
 from ucpstore.formats.torchfile import index_torch_file, read_tensor
-from ucpstore.formats.torchwrite import Part, Size, Tensor, TorchWriter
+from ucpstore.formats.torchwrite import BytesWriter, Part, Size, Tensor, TorchWriter, View
 from ucpstore.io import open_files
 from ucpstore.layout.region import Region
 from ucpstore.tagged import NumpyArray, StubObject, Symbol, TensorName
@@ -143,3 +144,25 @@ def test_the_same_content_is_the_same_bytes() -> None:
 
     assert make() == make()
     assert isinstance(io.BytesIO(make()).getvalue(), bytes)
+
+
+def test_views_share_their_storage(tmp_path: Path) -> None:
+    import torch
+
+    w = np.arange(12, dtype=np.float32)
+    base = Tensor("float32", (12,), (Part("w", "s", (12,), 0, 12, 0),))
+    root = {"a": View(base, 2, (2, 3)), "b": View(base, 8, ()), "whole": base}
+    found = torch.load(write(root, tmp_path, FakeSource(w=w)), weights_only=True)
+    assert np.array_equal(found["a"].numpy(), w[2:8].reshape(2, 3))
+    assert found["b"].item() == 8
+    assert np.array_equal(found["whole"].numpy(), w)
+    assert len({value.untyped_storage().data_ptr() for value in found.values()}) == 1
+
+
+def test_known_bytes(tmp_path: Path) -> None:
+    writer = BytesWriter(b"[1]")
+    sink = open_files(tmp_path).sink("f.json", writer.nbytes)
+    digest = writer.write(FakeSource(), sink)
+    assert sink.close().nbytes == 3
+    assert (tmp_path / "f.json").read_bytes() == b"[1]"
+    assert digest == xxhash.xxh3_128(b"[1]").intdigest()

@@ -343,15 +343,15 @@ def test_zombie_that_overwrites_a_shard_during_the_commit_is_found(files: LocalF
     records = {task.index: target.write(task, source) for task in target.tasks()}
     target.publish(list(records.values()))
     key = target.tasks()[0].key
-    sweep = target._sweep
+    settle = target._settle
 
-    def wake_then_sweep(objects: Any) -> None:
+    def wake_then_sweep() -> None:
         late = files.sink(key, records[0].nbytes)
         late.write([bytes(records[0].nbytes)])
         late.close()
-        sweep(objects)
+        settle()
 
-    target._sweep = wake_then_sweep  # type: ignore[method-assign]
+    target._settle = wake_then_sweep  # type: ignore[method-assign]
     with pytest.raises(IntegrityError) as caught:
         target.commit(records)
     assert caught.value.context["objects"] == [key]

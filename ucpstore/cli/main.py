@@ -23,7 +23,20 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Group(click.Group):
+    """Commands whose interruption has one exit code, also right before and after their work."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; click itself would leave with 1, which means findings."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            Output(
+                as_json=False, quiet=False, verbose=0, color=True, storage_options={}
+            ).interrupted()
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ucpstore")
 def main() -> None:
     """Open, convert and check distributed training checkpoints.

@@ -20,12 +20,12 @@ import xxhash
 from ucpstore.contracts import Source
 from ucpstore.dtypes import itemsize, numpy_dtype
 from ucpstore.errors import PlanError
-from ucpstore.formats._torch.pickling import Part, Size, Tensor, dump
+from ucpstore.formats._torch.pickling import Part, Size, Tensor, View, dump
 from ucpstore.io.base import Sink
 from ucpstore.layout.local import Local
 from ucpstore.layout.region import Region
 
-__all__ = ["BLOCK", "Part", "Size", "Tensor", "TorchWriter"]
+__all__ = ["BLOCK", "BytesWriter", "Part", "Size", "Tensor", "TorchWriter", "View"]
 
 BLOCK = 4 << 20
 """Bytes of a tensor that are gathered at a time."""
@@ -176,6 +176,33 @@ class TorchWriter:
             out.write(record.descriptor(crc))
             crcs.append(crc)
         out.write(self._directory(crcs))
+        return out.digest()
+
+
+class BytesWriter:
+    """A small file of known content, written like the others.
+
+    Parameters
+    ----------
+    content : bytes
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self.nbytes = self.pickle_nbytes = len(content)
+        self.pickle_digest = xxhash.xxh3_128_hexdigest(content)
+        self.tensors: Sequence[Tensor] = ()
+
+    def write(self, source: Source, sink: Sink) -> int:
+        """Write everything to ``sink``; nothing comes from ``source``.
+
+        Returns
+        -------
+        int
+            xxh3-128 of the file.
+        """
+        out = _Hashed(sink)
+        out.write(self._content)
         return out.digest()
 
 

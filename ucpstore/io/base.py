@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ucpstore.errors import Kind, StorageError
 
-__all__ = ["FileStat", "Files", "Sink", "check_name", "folder_prefix"]
+__all__ = ["FileStat", "Files", "Folder", "Sink", "check_name", "folder_prefix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,20 @@ class Files(Protocol):
 
     def free_space(self) -> tuple[int, int] | None:
         """Bytes and inodes that may still be used; ``None`` where storage has no such limit."""
+
+
+class Folder(Files, Protocol):
+    """Files in a real folder, which a loader other than ours may look into."""
+
+    def move(self, name: str, to: str) -> bool:
+        """Give a file, or a folder with all that is in it, another name; at once and durably.
+
+        Returns
+        -------
+        bool
+            False where nothing was moved: ``name`` is not there, or ``to`` is a folder that holds
+            something.
+        """
 
 
 def check_name(name: str) -> str:

@@ -28,6 +28,7 @@ _CHECKED_NAMES = 4096
 _ABANDONED_SECONDS = 3600  # a file that nobody has written to for that long has lost its writer
 _WRITEBACK_STEP = 8 << 20  # bytes between two hints to start write-back
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
+_TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
 
 Buffer = bytes | bytearray | memoryview
 
@@ -243,6 +244,26 @@ class LocalFiles:
         for folder in sorted(parents, key=len, reverse=True):
             self._prune(folder)
         _remove_if_empty(self.root, TEMPORARY, ".ucpstore")
+
+    def move(self, name: str, to: str) -> bool:
+        """See `ucpstore.io.base.Folder.move`."""
+        old, new = self._path(name), self._path(to)
+        with os_errors("move", old):
+            try:
+                self._place(os.rename, old, new, durable=True)
+            except FileNotFoundError:
+                return False
+            except OSError as error:
+                if error.errno not in _TAKEN:
+                    raise
+                return False
+            _sync_folder(os.path.dirname(old))
+            for path in (old, new):
+                self._descriptors.forget(path)
+                self._made.discard(path)
+                self._durable.discard(path)
+        self._prune(os.path.dirname(old))
+        return True
 
     # -------------------------------------------------------------- internal
 

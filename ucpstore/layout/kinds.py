@@ -122,6 +122,9 @@ class Replicate(Pattern):
         held = _present(parts)
         return held[0] if len(held) == 1 else Copies(tuple(held), self.rule)
 
+    def __str__(self) -> str:
+        return self.name if self.rule == "equal" else f"{self.name}({self.rule})"
+
 
 @dataclass(frozen=True, slots=True)
 class Partial(Pattern):
@@ -190,7 +193,8 @@ class ShardNC(Pattern):
     widths : tuple of tuple of int, optional
         For each section the width of each rank. Default: `even_widths`.
     ratio : tuple of int, optional
-        Instead of ``sections``: how long they are relative to each other, such as ``(1, 1)`` for gate|up.
+        Instead of ``sections``: how long they are relative to each other, such as ``(1, 1)`` for gate|up. Every
+        rank's slices are in this ratio too.
     units : tuple of int, optional
         For each section, the indices that stay together (see `Shard.unit`).
     """
@@ -226,15 +230,22 @@ class ShardNC(Pattern):
             raise unfit(f"{self}: the sections are {sum(self.sections)} long, the dim {length}.")
         return self.sections
 
-    def _widths(self, shape: _Shape, size: int) -> tuple[tuple[int, ...], ...]:
-        """Per section, the width of each rank."""
+    def section_widths(self, shape: _Shape, size: int) -> tuple[tuple[int, ...], ...]:
+        """Per section, the width of each rank.
+
+        Raises
+        ------
+        PatternError
+            The pattern does not fit the shape or the number of ranks.
+        """
         sections = self.sizes(_length(self, shape))
         what = f"{self} of shape {list(shape)}"
         for given in (self.widths, self.units):
             if given is not None and len(given) != len(sections):
                 raise unfit(f"{what}: widths or units of {len(given)} sections are given.")
         if self.widths is None:
-            units = self.units or (1,) * len(sections)
+            # Sections in a ratio keep it on every rank: what is dealt out is its unit.
+            units = self.units or self.ratio or (1,) * len(sections)
             return tuple(
                 _unit_widths(what, section, size, unit)
                 for section, unit in zip(sections, units, strict=True)
@@ -244,7 +255,7 @@ class ShardNC(Pattern):
         return self.widths
 
     def split(self, shape: _Shape, size: int) -> tuple[_Shape | None, ...]:
-        sections = self._widths(shape, size)
+        sections = self.section_widths(shape, size)
         ranks = zip(*sections, strict=True) if sections else [()] * size
         return tuple(_resized(shape, self.dim, sum(widths)) for widths in ranks)
 
@@ -260,7 +271,7 @@ class ShardNC(Pattern):
             return held[0]
         origins = [0] * len(held)
         slices = []
-        for widths in self._widths(shape, len(held)):
+        for widths in self.section_widths(shape, len(held)):
             for rank, width in enumerate(widths):
                 if width:
                     slices.append(Part(width, held[rank], origins[rank]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
@@ -21,6 +22,8 @@ _DTYPES = {
 }
 _DEGREES = ("dp", "tp", "pp", "sp")
 _PARTITIONS = ("parameters", "uniform")
+_BOOLS = {"true": True, "false": False}
+_LARGEST_POWER = 64
 
 Tied = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -34,7 +37,7 @@ class Layout:
     dp, tp, pp : int
         Data-, tensor- and pipeline-parallel degrees.
     zero_stage : int
-        Stage of ZeRO: 1, 2 or 3.
+        Stage of ZeRO: 0, 1, 2 or 3; 0 is none.
     dtype : str, optional
         Element type of the model's weights, ``fp32``, ``bf16`` or ``fp16``; by default the source's.
     sub_group_size : int, optional
@@ -55,6 +58,15 @@ class Layout:
     tied : mapping of str to sequence of int, optional
         The layers that use a tied module, by its key: no checkpoint knows those that are functions over
         one.
+    grad_accum_dtype : str, optional
+        DeepSpeed's ``data_types.grad_accum_dtype``: fp32 makes a bf16 run at stage 1 use another optimizer;
+        by default that of the source's configuration.
+    fused_adam : bool, optional
+        Whether the run's optimizer is DeepSpeed's or Apex's FusedAdam, whose files are others at stage 0 in
+        16 bit; by default as in the source.
+    loss_scale, initial_scale_power : float and int, optional
+        Loss scale of an fp16 run, in DeepSpeed's words: a static one, or the exponent of 2 where a dynamic
+        one starts; by default the source's.
 
     Raises
     ------
@@ -80,6 +92,10 @@ class Layout:
     stages: tuple[int, ...] | None = None
     partition: str | None = None
     tied: Tied | Mapping[str, Sequence[int]] | None = None
+    grad_accum_dtype: str | None = None
+    fused_adam: bool | None = None
+    loss_scale: float | None = None
+    initial_scale_power: int | None = None
 
     def __post_init__(self) -> None:
         for name in (*_DEGREES, "sub_group_size", "layers"):
@@ -88,14 +104,20 @@ class Layout:
                 raise PlanError(f"layout: {name} is {value!r}, expected a whole number from 1.")
         if type(self.zero_stage) is not int or self.zero_stage not in (0, 1, 2, 3):
             raise PlanError(f"layout: zero_stage is {self.zero_stage!r}, expected 0, 1, 2 or 3.")
-        if self.dtype is not None:
-            if self.dtype not in _DTYPES:
+        for name in ("dtype", "grad_accum_dtype"):
+            value = getattr(self, name)
+            if value is not None:
+                if value not in _DTYPES:
+                    raise PlanError(
+                        f"layout: {name} is {value!r}, expected one of {', '.join(_DTYPES)}."
+                    )
+                object.__setattr__(self, name, _DTYPES[value])
+        for name in ("fused_adam", "pipeline"):
+            if getattr(self, name) not in (None, True, False):
                 raise PlanError(
-                    f"layout: dtype is {self.dtype!r}, expected one of {', '.join(_DTYPES)}."
+                    f"layout: {name} is {getattr(self, name)!r}, expected true or false."
                 )
-            object.__setattr__(self, "dtype", _DTYPES[self.dtype])
-        if self.pipeline not in (None, True, False):
-            raise PlanError(f"layout: pipeline is {self.pipeline!r}, expected True or False.")
+        self._check_scale()
         if self.partition is not None and self.partition not in _PARTITIONS:
             raise PlanError(
                 f"layout: partition is {self.partition!r}, expected one of {', '.join(_PARTITIONS)}."
@@ -104,6 +126,21 @@ class Layout:
             object.__setattr__(self, "stages", self._checked_stages())
         if self.tied is not None:
             object.__setattr__(self, "tied", _tied(self.tied))
+
+    def _check_scale(self) -> None:
+        scale, power = self.loss_scale, self.initial_scale_power
+        if scale is not None and not (
+            type(scale) in (int, float) and math.isfinite(scale) and scale > 0
+        ):
+            raise PlanError(f"layout: loss_scale is {scale!r}, expected a number above 0.")
+        if power is not None and not (type(power) is int and 0 <= power <= _LARGEST_POWER):
+            raise PlanError(
+                f"layout: initial_scale_power is {power!r}, expected 0 to {_LARGEST_POWER}."
+            )
+        if scale is not None and power is not None:
+            raise PlanError(
+                "layout: found both loss_scale, a static one, and initial_scale_power, of a dynamic one."
+            )
 
     def _checked_stages(self) -> tuple[int, ...]:
         stages = _layers("stages", self.stages)
@@ -189,17 +226,20 @@ def _number(name: str, value: str) -> int:
     return int(value)
 
 
-def _parsed(name: str, value: str) -> Any:
-    if name in ("dtype", "partition"):
-        return value
-    if name == "pipeline":
-        words = {"true": True, "false": False}
-        if value.lower() not in words:
-            raise PlanError(f"layout: pipeline is {value!r}, expected true or false.")
-        return words[value.lower()]
+def _parsed(name: str, text: str) -> Any:
+    """The value that ``text`` stands for."""
+    if name == "partition" or name.endswith("dtype"):
+        return text
+    if name in ("fused_adam", "pipeline"):
+        return _BOOLS.get(text, text)
+    if name == "loss_scale":
+        try:
+            return float(text)
+        except ValueError as error:
+            raise PlanError(f"layout: {name} is {text!r}, expected a number.") from error
     if name == "stages":
-        return tuple(_number(name, layer) for layer in value.split(":"))
+        return tuple(_number(name, layer) for layer in text.split(":"))
     if name == "tied":
-        entries = [entry.split(":") for entry in value.split(";")]
+        entries = [entry.split(":") for entry in text.split(";")]
         return tuple((key, tuple(_number(name, n) for n in layers)) for key, *layers in entries)
-    return _number(name, value)
+    return _number(name, text)

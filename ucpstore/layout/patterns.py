@@ -13,6 +13,7 @@ geometry again: UCP's patterns (Universal Checkpointing, ATC'25) and ``Flat``, `
 `Flat`      ranges of the flattened tensor: ZeRO, FSDP1
 `Stacked`   rank ``i`` holds index ``i`` of the leading axis: experts
 `Pad`       what is held is longer than the tensor: padded vocabularies
+`Explicit`  boxes, one by one, for one number of ranks
 =========== ==============================================================================
 
 Examples
@@ -30,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ucpstore.errors import Kind, PatternError, listing
+from ucpstore.layout.explicit import Explicit
 from ucpstore.layout.geometry import Geometry
 from ucpstore.layout.kinds import (
     Flat,
@@ -48,6 +50,7 @@ from ucpstore.layout.kinds import (
 
 __all__ = [
     "Axis",
+    "Explicit",
     "Flat",
     "Hy",
     "Pad",
@@ -166,6 +169,8 @@ def pattern_from_json(document: Mapping[str, Any]) -> Pattern:
             f"{', '.join(_PATTERNS)}.",
             kind=Kind.MALFORMED,
         )
+    if kind is Explicit:
+        return Explicit.from_json(document)
     values = {key: value for key, value in document.items() if key != "pattern"}
     try:
         checked = {key: _checked(key, value) for key, value in values.items()}
@@ -177,7 +182,8 @@ def pattern_from_json(document: Mapping[str, Any]) -> Pattern:
 
 
 _PATTERNS: dict[str, type[Pattern]] = {
-    kind.name: kind for kind in (Unique, Replicate, Partial, Shard, ShardNC, Hy, Flat, Stacked, Pad)
+    kind.name: kind
+    for kind in (Unique, Replicate, Partial, Shard, ShardNC, Hy, Flat, Stacked, Pad, Explicit)
 }
 # How deep the integers of a field are nested; every other field is one integer.
 _NESTING = {"widths": (1, 2), "sections": (1,), "ratio": (1,), "units": (1,), "grid": (2,)}

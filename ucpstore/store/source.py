@@ -17,6 +17,7 @@ from ucpstore.errors import (
 )
 from ucpstore.io.base import Files
 from ucpstore.layout.region import Region
+from ucpstore.layout.rules import Patterns
 from ucpstore.store.arrays import ArraySpec
 from ucpstore.store.documents import FORMAT, ROOT, RootAttributes, load_json, root_attributes
 from ucpstore.store.hierarchy import Place, check_root, read_hierarchy
@@ -36,6 +37,8 @@ class StoreSource:
     Parameters
     ----------
     files : Files
+    patterns : Patterns, optional
+        Rules that come before those that the checkpoint keeps.
 
     Attributes
     ----------
@@ -56,7 +59,7 @@ class StoreSource:
 
     format = FORMAT
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, patterns: Patterns | None = None) -> None:
         self.url = files.url
         self.is_local = files.is_local
         self._files = files
@@ -64,10 +67,15 @@ class StoreSource:
         check_root(root, f"{files.url}/{ROOT}")
         hierarchy = read_hierarchy(root, f"{files.url}/{ROOT}")
         self.parameters = hierarchy.parameters
-        self.common = hierarchy.common
+        self.common = _with_patterns(hierarchy.common, patterns)
         parallelism = self.attributes.source.get("parallelism")
         self.parallelism: Mapping[str, Any] = parallelism if isinstance(parallelism, dict) else {}
-        self.warnings: Sequence[str] = ()
+        ndims = {
+            fqn: max(len(state.shape) for state in parameter.states.values())
+            for fqn, parameter in self.parameters.items()
+            if parameter.states
+        }
+        self.warnings: Sequence[str] = (patterns or Patterns()).warnings(ndims)
         self._metadata = hierarchy.metadata
         self._places = hierarchy.places
         self._root: list[SourceFile] | None = None
@@ -235,6 +243,14 @@ def _open_root(files: Files) -> tuple[RootAttributes, Mapping[str, Any]]:
     )
 
 
+def _with_patterns(common: CommonState, patterns: Patterns | None) -> CommonState:
+    if not patterns:
+        return common
+    kept = Patterns.from_json(common.document.get("patterns", {}))
+    document = {**common.document, "patterns": (patterns + kept).to_json()}
+    return CommonState(document, common.tensors)
+
+
 def zarr_group(files: Files) -> zarr.Group:
     """A checkpoint as a read-only group of zarr-python.
 
@@ -267,10 +283,27 @@ class StoreFormat:
             return Detection(True, "has .ucpstore/claims: an unfinished conversion")
         return Detection(False, f"no {ROOT}")
 
-    def open(self, files: Files, *, tag: str | None = None) -> StoreSource:
-        """Open a committed checkpoint; ``tag`` is a folder inside the URL's prefix."""
+    def open(
+        self,
+        files: Files,
+        *,
+        tag: str | None = None,
+        patterns: Patterns | None = None,
+        rank: int | None = None,
+    ) -> StoreSource:
+        """Open a committed checkpoint; ``patterns`` come before those that it keeps for a target's ranks.
+
+        Raises
+        ------
+        UnrecognizedSourceError
+            There are neither tags nor ranks.
+        """
         if tag is not None:
             raise UnrecognizedSourceError(
                 f"{files.url} holds one checkpoint and no tags: found tag {tag!r}, expected none."
             )
-        return StoreSource(files)
+        if rank is not None:
+            raise UnrecognizedSourceError(
+                f"{files.url} holds whole parameters and no ranks: found rank {rank}, expected none."
+            )
+        return StoreSource(files, patterns)

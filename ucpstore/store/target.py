@@ -1,8 +1,8 @@
 """`ZarrTarget`: a source becomes one Zarr hierarchy, object by object, and visible at once.
 
-The steps are those of `ucpstore.store.protocol`; every one is idempotent, and a crash anywhere is mended
-by the same command. Committed bytes hold no timestamps, host names, paths or URLs: the same inputs give
-the same bytes, whatever the number of workers, the order of tasks and the crashes on the way.
+The steps are those of `ucpstore.commit`, and the root document is the commit. Committed bytes hold no
+timestamps, host names, paths or URLs: the same inputs give the same bytes, whatever the number of workers,
+the order of tasks and the crashes on the way.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import functools
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
+from ucpstore.commit import LoggedTarget
 from ucpstore.contracts import Arrays, ParameterSpec, Record, Source, Task
 from ucpstore.digest import TileDigest, merge
-from ucpstore.errors import IntegrityError, Kind, PlanError, StorageError, listing
-from ucpstore.io.base import Files, FileStat
+from ucpstore.errors import IntegrityError, Kind, PlanError, listing
+from ucpstore.io.base import Files, FileStat, Sink
 from ucpstore.layout.region import Region
 from ucpstore.store.arrays import ArraySpec
 from ucpstore.store.documents import ROOT, VERSION, RootAttributes, encode
@@ -30,19 +31,14 @@ from ucpstore.store.reading import ArrayReader
 
 __all__ = ["ZarrTarget"]
 
-TEMPORARY = ".ucpstore/tmp"
 _ROOT_LIMIT = 64 * 1024  # bytes of the root document without its consolidated part
 _PUT_THREADS = 16
-_SWEEPS = 3
 _PUT_COPIES = 3
 """Copies of an object in memory around a put: the sink's, TensorStore's while it sends, and that of the
 put before it, which its HTTP client lets go of late (measured: 196 MiB for objects of 64 MiB)."""
 
 
-_Result = TypeVar("_Result")
-
-
-class ZarrTarget:
+class ZarrTarget(LoggedTarget):
     """A Zarr hierarchy to be written. Picklable; `write` is safe to call from many threads.
 
     Parameters
@@ -63,13 +59,12 @@ class ZarrTarget:
     """
 
     format = "zarr"
+    _log: CommitLog
 
     def __init__(
         self, files: Files, arrays: Sequence[ArraySpec], *, source: Source, step: int | None = None
     ) -> None:
-        self.url = files.url
-        self.is_local = files.is_local
-        self._files = files
+        super().__init__(files, CommitLog(files))
         self._arrays = tuple(arrays)
         self._starts = (0, *itertools.accumulate(array.num_objects for array in arrays))
         self._parameters: Mapping[str, ParameterSpec] = source.parameters
@@ -77,8 +72,6 @@ class ZarrTarget:
         self._source = {"format": source.format, "parallelism": dict(source.parallelism)}
         self._step = step
         self._expected = _recorded_digests(arrays, source)
-        self._log = CommitLog(files)
-        self._leftovers: tuple[str, ...] = ()
         size = len(encode(self._attributes("0" * 64, 0)))
         if size >= _ROOT_LIMIT:
             raise PlanError(
@@ -128,92 +121,6 @@ class ZarrTarget:
         """Bytes of the objects that are at the destination, of any attempt."""
         return sum(stat.nbytes for stat in self._objects().values())
 
-    # -------------------------------------------------------------- protocol
-
-    def begin(self, digest: str) -> bool:
-        """See `ucpstore.store.protocol.CommitLog.begin`."""
-        if not self._log.begin(digest):
-            return False
-        # Only what was there before this run began is swept: the rest belongs to running writers.
-        self._leftovers = tuple(stat.name for stat in self._files.list(TEMPORARY))
-        return True
-
-    def records(self) -> Mapping[int, Record]:
-        """Tasks that are durably done: recorded, and their objects are still as they were recorded."""
-        objects = self._objects()
-        tasks = self.tasks()
-        return {
-            record.task: record
-            for record in self._log.records()
-            if 0 <= record.task < len(tasks) and _matches(record, tasks[record.task], objects)
-        }
-
-    def write(self, task: Task, source: Source) -> Record:
-        """Gather the object's bytes from ``source`` and write it whole.
-
-        Raises
-        ------
-        AlreadyExistsError
-            The destination was abandoned in the meantime (``ABANDONED``).
-        """
-        return self._despite_sweeps(lambda: self._write(task, source))
-
-    def _write(self, task: Task, source: Source) -> Record:
-        array, index = self._locate(task.index)
-        self._log.check()
-        sink = self._files.sink(task.key, task.nbytes)
-        try:
-            digest = encode_object(array, index, functools.partial(_read, array, source), sink)
-            self._log.check()
-            stat = sink.close()
-        except BaseException:
-            sink.abort()
-            raise
-        return Record(task.index, stat.nbytes, stat.token, digest)
-
-    def publish(self, records: Sequence[Record]) -> None:
-        """Make the objects of ``records`` durable, then record them."""
-        self._despite_sweeps(lambda: self._log.publish(records))
-
-    def commit(self, records: Mapping[int, Record]) -> None:
-        """Check every object against its record and make the checkpoint visible.
-
-        An object whose size is right but whose token is not was replaced after it was recorded: by
-        another writer of this plan (the same bytes), or by one whose plan was abandoned. It is read
-        back and must have the recorded digest.
-
-        Raises
-        ------
-        IntegrityError
-            Objects are missing or differ from their records (``LOST_OBJECT``), or the source recorded
-            other digests (``CHECKSUM``).
-        AlreadyExistsError
-            The destination was abandoned (``ABANDONED``).
-        """
-        self._despite_sweeps(lambda: self._commit(records))
-
-    def _commit(self, records: Mapping[int, Record]) -> None:
-        if self._log.committed():
-            return
-        objects = self._objects()
-        self._check_objects(records, objects)
-        self._log.seal()
-        self._sweep(objects)
-        # Again: until its unfinished file was swept, a writer of an abandoned plan that slept through
-        # the fence could still put it in place of an object.
-        digests = self._check_objects(records, self._objects())
-        children = list(
-            child_documents(self._arrays, self._parameters, self._common, digests=digests)
-        )
-        self._write_children(children)
-        nbytes = sum(task.nbytes for task in self.tasks())
-        attributes = self._attributes(self._log.digest, nbytes)
-        self._log.write_root(root_document(attributes, children))
-
-    def abandon(self) -> str | None:
-        """See `ucpstore.store.protocol.CommitLog.abandon`."""
-        return self._log.abandon()
-
     # -------------------------------------------------------------- internal
 
     def _attributes(self, digest: str, nbytes: int) -> RootAttributes:
@@ -238,32 +145,21 @@ class ZarrTarget:
         found = self._files.list(PARAMS) + self._files.list(COMMON)
         return {stat.name: stat for stat in found}
 
-    def _check_objects(
-        self, records: Mapping[int, Record], objects: Mapping[str, FileStat]
-    ) -> dict[str, str]:
-        """Digest of every array, by path, once all objects are what was recorded."""
-        chosen = dict(records)
-        tasks = self.tasks()
-        if any(not _matches(chosen.get(task.index), task, objects) for task in tasks):
-            for record in self._log.records():
-                if 0 <= record.task < len(tasks) and _matches(record, tasks[record.task], objects):
-                    chosen[record.task] = record
-        lost = [
-            task.key for task in tasks if not self._is_good(chosen.get(task.index), task, objects)
-        ]
-        if lost:
-            raise IntegrityError(
-                f"{self.url} cannot be committed: {len(lost)} of {len(tasks)} objects are missing, or "
-                f"are not what was written: {listing(lost)}.",
-                kind=Kind.LOST_OBJECT,
-                hint="Run the same command again: it writes them anew.",
-                url=self.url,
-                objects=lost,
-            )
-        digests = {}
-        for array, start, stop in zip(self._arrays, self._starts, self._starts[1:], strict=False):
-            value = merge(chosen[task].digest for task in range(start, stop))
-            digests[array.path] = str(TileDigest(array.logical_dtype, array.shape, value))
+    def _encode(self, task: Task, source: Source, sink: Sink) -> int:
+        array, index = self._locate(task.index)
+        return encode_object(array, index, functools.partial(_read, array, source), sink)
+
+    def _read_back(self, task: Task, name: str) -> int | None:
+        array, index = self._locate(task.index)
+        try:
+            return ArrayReader(self._files).digest_object(array, index)
+        except IntegrityError:
+            return None
+
+    def _check(self, records: Mapping[int, Record]) -> Mapping[int, Record]:
+        """Also against the digests that the source recorded."""
+        chosen = super()._check(records)
+        digests = self._digests(chosen)
         damaged = [path for path, digest in self._expected.items() if digests[path] != digest]
         if damaged:
             raise IntegrityError(
@@ -273,45 +169,32 @@ class ZarrTarget:
                 hint="The source is damaged: run `ucpstore verify` on it.",
                 url=self.url,
             )
+        return chosen
+
+    def _digests(self, records: Mapping[int, Record]) -> dict[str, str]:
+        """Digest of every array, by path."""
+        digests = {}
+        for array, start, stop in zip(self._arrays, self._starts, self._starts[1:], strict=False):
+            value = merge(records[task].digest for task in range(start, stop))
+            digests[array.path] = str(TileDigest(array.logical_dtype, array.shape, value))
         return digests
 
-    def _is_good(self, record: Record | None, task: Task, objects: Mapping[str, FileStat]) -> bool:
-        if _matches(record, task, objects):
-            return True
-        # A listing may miss a file that is being replaced, hence the second look.
-        stat = self._files.stat(task.key)
-        if record is None or stat is None or stat.nbytes != task.nbytes:
-            return False
-        if record.token == stat.token:
-            return True
-        array, index = self._locate(task.index)
-        try:
-            return ArrayReader(self._files).digest_object(array, index) == record.digest
-        except IntegrityError:
-            return False
-
-    def _sweep(self, objects: Mapping[str, FileStat]) -> None:
-        """Delete what dead writers left: unfinished files, and objects of an abandoned plan.
-
-        A file that was unfinished when this run began may still belong to a running writer of the
-        same plan. That writer finds the claim sealed and does its work again: `_despite_sweeps`.
-        """
+    def _strays(self) -> Sequence[str]:
         wanted = {task.key for task in self.tasks()}
         wanted |= {f"{array.path}/{ROOT}" for array in self._arrays}
-        strays = [name for name in objects if name not in wanted and not name.endswith(f"/{ROOT}")]
-        if strays or self._leftovers:
-            self._files.delete([*strays, *self._leftovers])
+        return [
+            name for name in self._objects() if name not in wanted and not name.endswith(f"/{ROOT}")
+        ]
 
-    def _despite_sweeps(self, act: Callable[[], _Result]) -> _Result:
-        """Do ``act``, and do it again where a commit of the same plan swept its unfinished file."""
-        for _ in range(_SWEEPS):
-            try:
-                return act()
-            except StorageError:
-                self._log.check(cached=False)
-                if not self._log.sealed:
-                    raise
-        return act()
+    def _reveal(self, records: Mapping[int, Record]) -> None:
+        digests = self._digests(records)
+        children = list(
+            child_documents(self._arrays, self._parameters, self._common, digests=digests)
+        )
+        self._write_children(children)
+        nbytes = sum(task.nbytes for task in self.tasks())
+        attributes = self._attributes(self._log.digest, nbytes)
+        self._log.write_root(root_document(attributes, children))
 
     def _write_children(self, children: Sequence[tuple[str, bytes]]) -> None:
         def write(child: tuple[str, bytes]) -> None:
@@ -332,17 +215,6 @@ class ZarrTarget:
                 for _ in pool.map(write, children):
                     pass
         self._files.sync()
-
-
-def _matches(record: Record | None, task: Task, objects: Mapping[str, FileStat]) -> bool:
-    """Whether the object is as it was right after the task was done."""
-    stat = objects.get(task.key)
-    return (
-        record is not None
-        and stat is not None
-        and record.nbytes == stat.nbytes == task.nbytes
-        and record.token == stat.token
-    )
 
 
 def _read(array: ArraySpec, source: Source, region: Region, out: Arrays) -> None:

@@ -378,10 +378,8 @@ def test_layouts_that_deepspeed_itself_cannot_describe() -> None:
     "pattern", [r"(a+)+$", r"(a|a)*b", r".*.*.*.*x", r"(x{1,9}){1,9}", "a" * 2000]
 )
 def test_patterns_that_could_run_for_ever_are_refused(pattern: str) -> None:
-    from ucpstore.formats.deepspeed.autotp import _Names
-
-    with pytest.raises(PatternError, match="very long"):
-        _Names("tp_replicated_parameter_patterns", [pattern])
+    with pytest.raises(PatternError, match=r"tp_replicated_parameter_patterns: .*very long"):
+        TensorParallel({"tp_replicated_parameter_patterns": [pattern]}, 2)
 
 
 @pytest.mark.parametrize(
@@ -389,6 +387,5 @@ def test_patterns_that_could_run_for_ever_are_refused(pattern: str) -> None:
     [r"\d+.input_layernorm.weight", r".*\.layers\.\d+\.mlp\..*weight", r"(a|b)\.c", r"a\+\(b\)\*"],
 )
 def test_patterns_that_frameworks_write_are_accepted(pattern: str) -> None:
-    from ucpstore.formats.deepspeed.autotp import _Names
-
-    assert _Names("tp_replicated_parameter_patterns", [pattern])
+    rules = TensorParallel({"tp_replicated_parameter_patterns": [pattern]}, 2)
+    assert [str(one) for one in rules.patterns().rules[0].match] == [pattern]

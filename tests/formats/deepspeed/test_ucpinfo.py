@@ -48,6 +48,21 @@ def test_flat_groups(group: list[Member], dp: int, stage: int) -> None:
         assert flat.padding == np.count_nonzero(expected == 0)
 
 
+@given(members, members, st.integers(1, 9), st.booleans())
+def test_whole(first: list[Member], second: list[Member], dp: int, flat: bool) -> None:
+    second = [Member(f"q{i}", member.shape) for i, member in enumerate(second)]
+    source = {**values(first), **values(second, 10_000)}
+    info = UcpInfo.whole([first, second], dp, flat=flat)
+    order = [(group, member) for group, held in info.units for member in held]
+    assert order == [(0, m) for m in first] + [(1, m) for m in second]
+    for rank in range(dp):
+        flats = info.rank(rank)
+        assert len(flats) == (2 if flat else len(first) + len(second))
+        found = np.concatenate([filled(each, source) for each in flats])
+        assert np.array_equal(found, np.concatenate([*source.values()]))
+        assert not any(each.padding for each in flats)
+
+
 @given(members, members, st.integers(1, 9), st.integers(1, 40))
 def test_sub_groups(first: list[Member], second: list[Member], dp: int, limit: int) -> None:
     second = [Member(f"q{i}", member.shape) for i, member in enumerate(second)]

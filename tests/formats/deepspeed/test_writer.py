@@ -319,7 +319,7 @@ def test_command_line(tmp_path: Path) -> None:
     [
         ("s2-bf16-dp2", Layout(tp=2), PatternError, "2 tensor-parallel ranks"),
         ("s2-bf16-dp2", Layout(pp=2), PlanError, "no name of a PipelineModule"),
-        ("s2-bf16-dp2", Layout(zero_stage=0), PlanError, "stages 1, 2 and 3"),
+        ("s2-bf16-dp2", Layout(fused_adam=True), PlanError, "expected 0"),
         ("s2-bf16-dp2", Layout(dtype="fp16"), PlanError, "loss scale"),
         ("s2-bf16-dp2", Layout(sub_group_size=9), PlanError, "stage 3"),
         ("elastic-s2-fp32-dp2", Layout(), UnsupportedSourceError, "no hyper-parameters"),
@@ -381,12 +381,12 @@ DIE = {
         "    record = write(self, task, source); self.publish([record]); return record\n"
         "DeepSpeedTarget.write = dying\n"
     ),
-    "before the move": "DeepSpeedTarget._move = lambda self: os._exit(9)\n",
+    "before the move": "DeepSpeedTarget._settle = lambda self: os._exit(9)\n",
     "after the move": "DeepSpeedLog.finish = lambda self, tag: os._exit(9)\n",
     "before latest": (
-        "write = LocalFiles.write\n"
-        "LocalFiles.write = lambda self, name, data: os._exit(9) if name == 'latest'"
-        " else write(self, name, data)\n"
+        "create = LocalFiles.create\n"
+        "LocalFiles.create = lambda self, name, data: os._exit(9) if name == 'latest'"
+        " else create(self, name, data)\n"
     ),
 }
 
@@ -401,7 +401,8 @@ def test_a_killed_conversion_is_invisible_and_finished_by_the_same_command(
     code = (
         "import os, sys, ucpstore\n"
         "from ucpstore.io.local import LocalFiles\n"
-        "from ucpstore.formats.deepspeed.writer import DeepSpeedLog, DeepSpeedTarget\n"
+        "from ucpstore.formats.deepspeed.commit import DeepSpeedLog\n"
+        "from ucpstore.formats.deepspeed.writer import DeepSpeedTarget\n"
         f"{DIE[moment]}"
         "ucpstore.convert(sys.argv[1], sys.argv[2], to='deepspeed', threads=1,"
         " layout=ucpstore.Layout(dp=3, zero_stage=3))\n"

@@ -21,7 +21,7 @@ from ucpstore.errors import PlanError
 from ucpstore.layout.local import Local
 from ucpstore.tagged import NumpyArray, StubObject, Symbol, TensorName
 
-__all__ = ["Part", "Size", "Tensor", "dump"]
+__all__ = ["Part", "Size", "Tensor", "View", "dump"]
 
 _STORAGES = {
     "bool": "BoolStorage",
@@ -105,6 +105,23 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class View:
+    """A tensor that lies in the storage of another.
+
+    Attributes
+    ----------
+    base : Tensor
+    start : int, elements
+        Where it begins in the storage.
+    shape : tuple of int
+    """
+
+    base: Tensor
+    start: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Size:
     """A ``torch.Size``."""
 
@@ -136,7 +153,7 @@ def dump(root: Any, what: str) -> tuple[bytes, list[Tensor]]:
     Parameters
     ----------
     root : Any
-        Plain Python data, `Tensor`, `Size`, and what `ucpstore.tagged.decode` gives.
+        Plain Python data, `Tensor`, `View`, `Size`, and what `ucpstore.tagged.decode` gives.
     what : str
         The file's name, for messages.
 
@@ -182,16 +199,20 @@ class _Pickler(pickle._Pickler):
         self.memoize(value)
 
     def save_tensor(self, value: Tensor) -> None:
-        key = self._keys.setdefault(id(value), len(self.tensors))
+        self.save_view(View(value, 0, value.shape))
+
+    def save_view(self, value: View) -> None:
+        base = value.base
+        key = self._keys.setdefault(id(base), len(self.tensors))
         if key == len(self.tensors):
-            self.tensors.append(value)
+            self.tensors.append(base)
         strides, step = [], 1
         for size in reversed(value.shape):
             strides.append(step)
             step *= max(size, 1)
         hooks: OrderedDict[str, Any] = OrderedDict()
-        storage = _Storage(str(key), value.dtype, value.numel)
-        arguments = (storage, 0, value.shape, tuple(reversed(strides)), False, hooks)
+        storage = _Storage(str(key), base.dtype, base.numel)
+        arguments = (storage, value.start, value.shape, tuple(reversed(strides)), False, hooks)
         self.save_reduce(_Global("torch._utils", "_rebuild_tensor_v2"), arguments)
 
     def save_size(self, value: Size) -> None:
@@ -230,6 +251,7 @@ class _Pickler(pickle._Pickler):
 
     dispatch[_Global] = save_reference
     dispatch[Tensor] = save_tensor
+    dispatch[View] = save_view
     dispatch[Size] = save_size
     dispatch[Symbol] = save_symbol
     dispatch[StubObject] = save_stub

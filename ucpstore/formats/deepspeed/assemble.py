@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from ucpstore.contracts import ParameterSpec, Role, StateSpec
 from ucpstore.errors import CorruptSourceError, Kind, UnsupportedSourceError, listing
-from ucpstore.formats.deepspeed.autotp import Merged, TensorParallel
+from ucpstore.formats.deepspeed.autotp import Merged, OneRank, TensorParallel
 from ucpstore.formats.deepspeed.module import Census, Model, is_placeholder
 from ucpstore.formats.deepspeed.shards import Shard
 from ucpstore.formats.deepspeed.states import (
@@ -34,7 +34,7 @@ class Assembly:
 
     Parameters
     ----------
-    tp : TensorParallel
+    tp : TensorParallel or OneRank
     census : Census
         What the names in ``module`` stand for.
     file_of : callable
@@ -49,7 +49,7 @@ class Assembly:
     """
 
     def __init__(
-        self, tp: TensorParallel, census: Census, *, file_of: Callable[[str], int]
+        self, tp: TensorParallel | OneRank, census: Census, *, file_of: Callable[[str], int]
     ) -> None:
         self.bound: dict[tuple[str, str], Bound] = {}
         self.stepped = False

@@ -14,16 +14,20 @@ from typing import Any, Literal
 
 from ucpstore.formats.deepspeed.ranks import ModelRank, buffer_of, weight_of
 from ucpstore.formats.deepspeed.recipe import Recipe, tensors_in
+from ucpstore.formats.deepspeed.stage0 import NAMES_FILE
 from ucpstore.formats.deepspeed.states import MASTER
 from ucpstore.formats.deepspeed.tpinfo import UNIVERSAL
 from ucpstore.formats.deepspeed.ucpinfo import Flat
-from ucpstore.formats.torchwrite import Part, Size, Tensor
+from ucpstore.formats.deepspeed.unsharded import clip_of, flat_weights, names_file, stage0_optimizer
+from ucpstore.formats.deepspeed.wrapper import FUSED, accumulation_of, section
+from ucpstore.formats.torchwrite import Part, Size, Tensor, View
 from ucpstore.layout.local import Local
 from ucpstore.tagged import StubObject
 
 __all__ = ["File", "content", "files_of", "layer_file", "model_file", "optimizer_file"]
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
+_SHORT = {None: None, "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class File:
     Attributes
     ----------
     name : str
-    kind : {"model", "optimizer", "layer"}
+    kind : {"model", "optimizer", "layer", "names"}
     rank : ModelRank
         Whose it is.
     dp : int
@@ -43,7 +47,7 @@ class File:
     """
 
     name: str
-    kind: Literal["model", "optimizer", "layer"]
+    kind: Literal["model", "optimizer", "layer", "names"]
     rank: ModelRank
     dp: int = 0
     layer: int = 0
@@ -66,21 +70,26 @@ def files_of(recipe: Recipe) -> list[File]:
             ]
         else:
             models.append(File(f"{mp}_model_states.pt", "model", rank))
-        stem = f"{recipe.prefix}zero_pp_rank_"
-        optimizers += [
-            File(f"{stem}{dp}_{mp}_optim_states.pt", "optimizer", rank, dp) for dp in ranks
-        ]
+        if recipe.layout.zero_stage > 0:
+            stem = f"{recipe.prefix}zero_pp_rank_"
+            optimizers += [
+                File(f"{stem}{dp}_{mp}_optim_states.pt", "optimizer", rank, dp) for dp in ranks
+            ]
         if recipe.pipeline is not None:
             layers += [
                 File(f"layer_{n:02d}-model_{rank.tp:02d}-model_states.pt", "layer", rank, layer=n)
                 for n in recipe.pipeline.files
                 if recipe.pipeline.stage_of(n) == rank.pp
             ]
+    if recipe.layout.zero_stage == 0 and recipe.wrapper != FUSED:  # flat groups need no names
+        optimizers.append(File(NAMES_FILE, "names", recipe.ranks[0]))
     return models + layers + optimizers
 
 
 def content(recipe: Recipe, file: File) -> Any:
-    """What is pickled into a file."""
+    """What is pickled into a file; bytes are written as they are."""
+    if file.kind == "names":
+        return names_file(recipe)
     if file.kind == "layer":
         return layer_file(recipe, file.rank, file.layer)
     make = model_file if file.kind == "model" else optimizer_file
@@ -104,6 +113,11 @@ def _config(recipe: Recipe) -> Any:
         kept["tensor_parallel"] = {**autotp, "autotp_size": layout.tp}
     if isinstance(fp16 := kept.get("fp16"), dict):
         kept["fp16"] = {**fp16, "enabled": recipe.dtype == "float16"}
+    elif recipe.dtype == "float16":
+        kept["fp16"] = {"enabled": True}
+    if accumulation_of(config) != layout.grad_accum_dtype:
+        types = section(config, "data_types")
+        kept["data_types"] = {**types, "grad_accum_dtype": _SHORT[layout.grad_accum_dtype]}
     return {**kept, "zero_optimization": zero, "bf16": bf16}
 
 
@@ -124,12 +138,16 @@ def _weight(recipe: Recipe, fqn: str, tp: int) -> tuple[str, Local, str]:
     return state, recipe.slices.local(fqn, tp), dtype
 
 
-def _module(recipe: Recipe, rank: ModelRank) -> OrderedDict[str, Tensor]:
+def _module(recipe: Recipe, rank: ModelRank) -> OrderedDict[str, Tensor | View]:
     """Weights, buffers and aliases; at stage 3 empty placeholders instead of weights."""
-    module: OrderedDict[str, Tensor] = OrderedDict()
+    module: OrderedDict[str, Tensor | View] = OrderedDict()
+    views = flat_weights(recipe, rank)
+    tensor: Tensor | View
     for fqn in rank.names:
         parameter = recipe.parameters[fqn]
-        if buffer := buffer_of(parameter):
+        if fqn in views:
+            tensor = views[fqn]
+        elif buffer := buffer_of(parameter):
             local = recipe.slices.local(fqn, rank.tp)
             tensor = _tensor(fqn, buffer, local, parameter.states[buffer].dtype)
         else:
@@ -143,7 +161,7 @@ def _module(recipe: Recipe, rank: ModelRank) -> OrderedDict[str, Tensor]:
     return module
 
 
-def layer_file(recipe: Recipe, rank: ModelRank, layer: int) -> OrderedDict[str, Tensor]:
+def layer_file(recipe: Recipe, rank: ModelRank, layer: int) -> OrderedDict[str, Tensor | View]:
     """A layer file: its state dict with local names (``save_state_dict`` of ``runtime/pipe/module.py``)."""
     prefix = recipe.pipeline.files[layer] if recipe.pipeline is not None else ""
     return OrderedDict(
@@ -201,8 +219,8 @@ def model_file(recipe: Recipe, rank: ModelRank, dp: int) -> dict[str, Any]:
     engine = {
         "module": None if recipe.pipeline is not None else _module(recipe, rank),
         "buffer_names": [fqn for fqn in rank.names if buffer_of(recipe.parameters[fqn])],
-        "optimizer": None,
-        "param_shapes": shapes,
+        "optimizer": stage0_optimizer(recipe, rank) if layout.zero_stage == 0 else None,
+        "param_shapes": None if layout.zero_stage == 0 else shapes,
         "frozen_param_shapes": (
             OrderedDict(
                 (f, Size(recipe.slices.local(f, rank.tp).shape)) for f in _frozen(recipe, rank)
@@ -211,7 +229,7 @@ def model_file(recipe: Recipe, rank: ModelRank, dp: int) -> dict[str, Any]:
             else None
         ),
         "frozen_param_fragments": _fragments(recipe, rank, dp) if frozen else None,
-        "shared_params": _shared(recipe, rank) if rank.mp == dp == 0 else {},
+        "shared_params": None if layout.zero_stage == 0 else _shared(recipe, rank, dp),
         "lr_scheduler": recipe.common.get("scheduler"),
         "data_sampler": framework.get("data_sampler"),
         "random_ltd": framework.get("random_ltd"),
@@ -228,31 +246,14 @@ def model_file(recipe: Recipe, rank: ModelRank, dp: int) -> dict[str, Any]:
     return found
 
 
-def _shared(recipe: Recipe, rank: ModelRank) -> dict[str, str]:
+def _shared(recipe: Recipe, rank: ModelRank, dp: int) -> dict[str, str]:
     """``shared_params``: alias -> name; only the very first rank records them."""
+    if rank.mp != 0 or dp != 0:
+        return {}
     return {alias: fqn for fqn in rank.names for alias in recipe.parameters[fqn].aliases}
 
 
 # ------------------------------------------------------------------ optimizer files
-
-
-def _scaler(recipe: Recipe) -> dict[str, Any]:
-    """The loss scaler; engines of fp32 and bf16 have a static one of 1."""
-    saved = recipe.common.get("loss_scaler")
-    facts = recipe.optimizer_facts
-    if isinstance(saved, StubObject) and recipe.dtype == "float16":
-        return {
-            "loss_scaler": saved,
-            "dynamic_loss_scale": bool(facts.get("dynamic_loss_scale", False)),
-            "overflow": bool(facts.get("overflow", False)),
-        }
-    scaler = StubObject(
-        "deepspeed.runtime.fp16.loss_scaler",
-        "LossScaler",
-        (),
-        {"cur_scale": 1.0, "dynamic": False},
-    )
-    return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
 
 
 def _base_state(recipe: Recipe, rank: ModelRank, flats: list[Flat]) -> dict[str, Any]:
@@ -282,7 +283,7 @@ def optimizer_file(recipe: Recipe, rank: ModelRank, dp: int) -> dict[str, Any]:
     if recipe.layout.zero_stage == 3:
         inner = {
             "zero_stage": 3,
-            **_scaler(recipe),
+            **recipe.scaler.of_zero(),
             "partition_count": ranks,
             "optimizer_state_dict": base,
             "fp32_flat_groups": [
@@ -292,7 +293,7 @@ def optimizer_file(recipe: Recipe, rank: ModelRank, dp: int) -> dict[str, Any]:
     else:
         inner = {
             "zero_stage": recipe.layout.zero_stage,
-            **_scaler(recipe),
+            **recipe.scaler.of_zero(),
             **_clip(recipe),
             "base_optimizer_state": base,
             "single_partition_of_fp32_groups": [
@@ -315,10 +316,7 @@ def optimizer_file(recipe: Recipe, rank: ModelRank, dp: int) -> dict[str, Any]:
 
 
 def _clip(recipe: Recipe) -> dict[str, Any]:
-    clip = recipe.optimizer_facts.get("clip_grad")
-    if clip is None:
-        config = recipe.framework.get("ds_config")
-        clip = config.get("gradient_clipping") if isinstance(config, dict) else None
+    clip = clip_of(recipe)
     return {} if clip is None else {"clip_grad": clip}
 
 

@@ -33,7 +33,7 @@ class Group:
     hyper: Mapping[str, Any]
     members: tuple[Member, ...]
     states: Mapping[str, str]
-    """The optimizer's name of a state -> ours."""
+    """The optimizer's name of a state -> ours; of the first parameter where each has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,7 @@ def model_ranks(
     *,
     pipeline: Pipeline | None,
     dealt: bool,
+    flat: bool,
 ) -> Iterator[ModelRank]:
     """All model-parallel ranks, in order of their numbers.
 
@@ -156,6 +157,8 @@ def model_ranks(
         Of a ``PipelineModule``.
     dealt : bool
         Parameters lie in the flat buffers in the order of ``round_robin_gradients``.
+    flat : bool
+        At stage 0: a group is one buffer, instead of every parameter.
 
     Raises
     ------
@@ -178,10 +181,12 @@ def model_ranks(
                     " some.",
                     hint="Choose fewer stages, or other ones with stages=.",
                 )
-            info = UcpInfo.of(
-                [group.members for group in mine],
-                layout.zero_stage,
-                layout.zero_ranks,
-                layout.sub_group_size or SUB_GROUP_SIZE,
-            )
+            info = _info([group.members for group in mine], layout, flat=flat)
             yield ModelRank(pp, tp, pp * layout.tp + tp, tuple(names), tuple(mine), info)
+
+
+def _info(members: Sequence[Sequence[Member]], layout: Layout, *, flat: bool) -> UcpInfo:
+    if layout.zero_stage == 0:
+        return UcpInfo.whole(members, layout.zero_ranks, flat=flat)
+    size = layout.sub_group_size or SUB_GROUP_SIZE
+    return UcpInfo.of(members, layout.zero_stage, layout.zero_ranks, size)

@@ -25,7 +25,7 @@ from ucpstore.formats.deepspeed.agreement import (
     require_own_rank,
 )
 from ucpstore.formats.deepspeed.assemble import Assembly
-from ucpstore.formats.deepspeed.autotp import TensorParallel
+from ucpstore.formats.deepspeed.autotp import OneRank, TensorParallel
 from ucpstore.formats.deepspeed.common import collect_common
 from ucpstore.formats.deepspeed.files import RankFiles
 from ucpstore.formats.deepspeed.module import Model, read_model, take_census
@@ -38,6 +38,7 @@ from ucpstore.formats.deepspeed.states import compare_mappings
 from ucpstore.formats.deepspeed.stubs import index
 from ucpstore.formats.deepspeed.units import GroupUnit, SubGroupUnit, Unit
 from ucpstore.io.base import Files, FileStat
+from ucpstore.layout.rules import Patterns
 from ucpstore.pieces import PieceSource
 
 __all__ = ["DeepSpeedFormat"]
@@ -57,8 +58,25 @@ class DeepSpeedFormat:
         """Whether a DeepSpeed checkpoint is at the URL, judged by names only."""
         return rank_files.detect(files)
 
-    def open(self, files: Files, *, tag: str | None = None) -> PieceSource:
+    def open(
+        self,
+        files: Files,
+        *,
+        tag: str | None = None,
+        patterns: Patterns | None = None,
+        rank: int | None = None,
+    ) -> PieceSource:
         """Index a checkpoint: a ``save_dir`` (its ``latest`` or ``tag``), or a tag's own folder.
+
+        Parameters
+        ----------
+        files : Files
+        tag : str, optional
+        patterns : Patterns, optional
+            Rules that count before the checkpoint's own. Those that are for no parameter are warned of, where
+            DeepSpeed's converter stops.
+        rank : int, optional
+            Open what this tensor-parallel rank holds, as it is, instead of the whole parameters.
 
         Raises
         ------
@@ -75,7 +93,7 @@ class DeepSpeedFormat:
             several names.
         """
         found = rank_files.discover(files, tag)
-        return _Opening(files, found).source()
+        return _Opening(files, found, patterns or Patterns(), rank).source()
 
 
 @dataclass(slots=True)
@@ -91,7 +109,11 @@ class _Ranks:
 class _Opening:
     """One call of `DeepSpeedFormat.open`."""
 
-    def __init__(self, files: Files, found: RankFiles) -> None:
+    def __init__(
+        self, files: Files, found: RankFiles, patterns: Patterns, rank: int | None
+    ) -> None:
+        self._patterns = patterns
+        self._rank = rank
         self._files = files
         self._found = found
         self._table: dict[str, int] = {}
@@ -102,8 +124,7 @@ class _Opening:
         ranks = self._read()
         first = ranks.models[0]
         stage = ranks.shards[0][0].stage
-        info = first.rest.get("universal_checkpoint_info") or ranks.shards[0][0].patterns
-        tp = TensorParallel(info, self._tp)
+        tp = self._tensor_parallel(ranks)
         census = take_census(first, stage) if ranks.layers is None else ranks.layers.census
         self._warnings += census.warnings
         models = self._all_models(ranks, needed=bool(census.frozen) and stage == 3)
@@ -133,7 +154,9 @@ class _Opening:
         if ranks.layers is not None:
             facts = ranks.layers.facts(ranks.models[:: self._tp])
             common.document["framework"]["pipeline"] = facts
-        self._warnings += compare_steps(common.document["steps"], first)
+        self._warnings += [*compare_steps(common.document["steps"], first), *tp.warnings()]
+        rules = tp.patterns()
+        document = {**common.document, **({"patterns": rules.to_json()} if rules else {})}
         return PieceSource(
             format=DeepSpeedFormat.name,
             files=self._files,
@@ -141,11 +164,18 @@ class _Opening:
             parameters=assembly.parameters(
                 order=first.module if ranks.layers is None else ranks.layers.names
             ),
-            common=CommonState(common.document, common.tensors.specs),
+            common=CommonState(document, common.tensors.specs),
             parallelism=self._parallelism(ranks),
             warnings=[*dict.fromkeys(self._warnings + assembly.warnings + common.warnings)],
             bound={**assembly.bound, **common.tensors.bound},
         )
+
+    def _tensor_parallel(self, ranks: _Ranks) -> TensorParallel | OneRank:
+        if self._rank is not None:
+            return OneRank(self._rank, self._tp)
+        first = ranks.models[0]
+        info = first.rest.get("universal_checkpoint_info") or ranks.shards[0][0].patterns
+        return TensorParallel(info, self._tp, patterns=self._patterns, client=first.client)
 
     def _read(self) -> _Ranks:
         """Read the first model file per model-parallel rank and all optimizer files."""

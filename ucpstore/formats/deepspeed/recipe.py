@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ucpstore.contracts import CommonState, ParameterSpec, Role, Source
-from ucpstore.errors import Kind, PatternError, PlanError, UnsupportedSourceError, listing
+from ucpstore.contracts import CommonState, ParameterSpec, Source
+from ucpstore.errors import PlanError, UnsupportedSourceError, listing
+from ucpstore.formats.deepspeed.groups import is_dealt, read_groups, source_dtype
 from ucpstore.formats.deepspeed.pipelining import Pipeline, is_pipeline, make_pipeline
 from ucpstore.formats.deepspeed.ranks import (
     SUB_GROUP_SIZE,
@@ -18,9 +19,25 @@ from ucpstore.formats.deepspeed.ranks import (
     buffer_of,
     model_ranks,
 )
-from ucpstore.formats.deepspeed.states import MASTER, name_and_role
-from ucpstore.formats.deepspeed.tpinfo import UNIVERSAL, describe_slices, universal_info
-from ucpstore.formats.deepspeed.ucpinfo import Member, undeal
+from ucpstore.formats.deepspeed.scaler import Scaler, decide_scaler
+from ucpstore.formats.deepspeed.states import MASTER
+from ucpstore.formats.deepspeed.tpinfo import (
+    UNIVERSAL,
+    describe_slices,
+    describes,
+    universal_info,
+)
+from ucpstore.formats.deepspeed.ucpinfo import Member
+from ucpstore.formats.deepspeed.wrapper import (
+    FUSED,
+    TORCH,
+    UNFUSED,
+    accumulation_of,
+    engine_class,
+    require_loadable,
+    section,
+    uses_fused_adam,
+)
 from ucpstore.formats.torchwrite import Part, Tensor
 from ucpstore.layout.parallel import Layout
 from ucpstore.layout.rules import Patterns
@@ -28,7 +45,6 @@ from ucpstore.tagged import StubObject, TensorName, decode
 
 __all__ = ["Recipe", "known_patterns", "make_recipe", "tensors_in"]
 
-_FLOATS = ("float32", "bfloat16", "float16")
 _OLDEST = "0.3.17"
 _PADDED = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}
 
@@ -43,6 +59,9 @@ class Recipe:
         URL, for messages.
     layout : Layout
         With everything decided that it left open.
+    wrapper : str
+        The class of DeepSpeed's that will load the files (`ucpstore.formats.deepspeed.wrapper`).
+    scaler : Scaler
     groups : tuple of Group
         With logical shapes.
     slices : Slices
@@ -66,6 +85,8 @@ class Recipe:
 
     source: str
     layout: Layout
+    wrapper: str
+    scaler: Scaler
     groups: tuple[Group, ...]
     slices: Slices
     pipeline: Pipeline | None
@@ -218,10 +239,15 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         )
     config = framework.get("ds_config")
     config = config if isinstance(config, dict) else {}
-    layout = _decide(source, layout, config, framework.get("pipeline"))
+    layout, found = _decide(source, common, layout, config)
     _check_layout(layout)
+    own = source_dtype(source, config)
+    scaler = decide_scaler(common, layout, config=config, own_dtype=own)
+    wrapper = engine_class(layout, config, pipeline=bool(layout.pipeline))
     slices = Slices(source.parameters, known_patterns(source, patterns), layout.tp)
-    groups = tuple(_groups(source, common, config, warnings))
+    groups = tuple(
+        read_groups(source, common, config, warnings, flat=wrapper not in (TORCH, UNFUSED))
+    )
     pipeline = None
     if layout.pipeline:
         pipeline = make_pipeline(_numels(source, slices), framework.get("pipeline"), layout)
@@ -232,19 +258,27 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         slices,
         layout,
         pipeline=pipeline,
-        dealt=_is_dealt(config, layout),
+        dealt=is_dealt(config, layout),
+        flat=wrapper == FUSED,
     )
+    warnings += [
+        *found,
+        *_frozen_warnings(source, wrapper),
+        *scaler.warnings(int(source.parallelism.get("zero_stage", 1)), layout.zero_stage),
+    ]
     tag = source.parallelism.get("tag")
     if not isinstance(tag, str) or not tag:
         tag = f"global_step{common['counters'].get('global_steps', 0)}"
     recipe = Recipe(
         source=source.url,
         layout=layout,
+        wrapper=wrapper,
+        scaler=scaler,
         groups=groups,
         slices=slices,
         pipeline=pipeline,
         ranks=tuple(ranks),
-        universal=_universal(source, framework, slices, patterns),
+        universal=_universal(framework, slices),
         parameters=source.parameters,
         common=common,
         tensors=source.common.tensors,
@@ -255,29 +289,16 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
     return replace(recipe, warnings=(*warnings, *_rng_warnings(recipe)))
 
 
-def _universal(
-    source: Source, framework: Mapping[str, Any], slices: Slices, patterns: Patterns | None
-) -> dict[str, Any] | None:
-    """``universal_checkpoint_info``: the source's, unless the given patterns say otherwise than it does."""
+def _universal(framework: Mapping[str, Any], slices: Slices) -> dict[str, Any] | None:
+    """``universal_checkpoint_info``: the source's where it fits the slices, else one made from them."""
     found = framework.get(UNIVERSAL)
     optimizer = framework.get("optimizer")
     if not isinstance(found, dict) and isinstance(optimizer, dict):
         found = optimizer.get(UNIVERSAL)
-    if not isinstance(found, dict) or not _is_described(source, slices, patterns):
+    if not isinstance(found, dict):
         return describe_slices(slices) if slices.degree > 1 else None
-    return universal_info(found, slices)
-
-
-def _is_described(source: Source, slices: Slices, patterns: Patterns | None) -> bool:
-    """Whether the source's own patterns give these slices."""
-    own = known_patterns(source, None)
-    if patterns is None or own is None:
-        return True
-    try:
-        theirs = Slices(source.parameters, own, slices.degree)
-    except PatternError:
-        return False
-    return theirs.held == slices.held
+    info = universal_info(found, slices)
+    return info if describes(info, slices) else {**info, **describe_slices(slices)}
 
 
 def known_patterns(source: Source, patterns: Patterns | None) -> Patterns | None:
@@ -290,9 +311,15 @@ def known_patterns(source: Source, patterns: Patterns | None) -> Patterns | None
 
 
 def _check_layout(layout: Layout) -> None:
-    if layout.zero_stage == 0:
+    if layout.zero_stage != 0 and layout.fused_adam is not None:
         raise PlanError(
-            "layout zero_stage=0: native DeepSpeed checkpoints are only written for stages 1, 2 and 3 yet."
+            f"layout fused_adam={str(layout.fused_adam).lower()}: found stage {layout.zero_stage}, expected 0: with"
+            " ZeRO all optimizers have the same files."
+        )
+    if layout.zero_stage == 0 and layout.pipeline:
+        raise PlanError(
+            "layout zero_stage=0 with a pipeline: pipelines are only written for stage 1 yet.",
+            hint="Choose zero_stage=1, or for a model that is no PipelineModule pipeline=false.",
         )
     if layout.zero_stage != 3 and layout.sub_group_size is not None:
         raise PlanError(
@@ -342,154 +369,56 @@ def _has_lost(value: Any) -> bool:
     return isinstance(value, list) and any(_has_lost(item) for item in value)
 
 
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, dict) else {}
-
-
-def _decide(source: Source, layout: Layout, config: Mapping[str, Any], facts: object) -> Layout:
-    """Fill in what the layout leaves to the source."""
-    own = _source_dtype(source, config)
-    dtype = layout.dtype or own
-    if dtype == "float16" != own:
-        raise PlanError(
-            f"layout dtype=fp16: the source is of {own}, and has no loss scale to go on with.",
-            hint="Choose bf16 or fp32.",
-        )
-    size = layout.sub_group_size or _section(config, "zero_optimization").get("sub_group_size")
+def _decide(
+    source: Source, common: Mapping[str, Any], layout: Layout, config: Mapping[str, Any]
+) -> tuple[Layout, list[str]]:
+    """Fill in what the layout leaves to the source; and warnings."""
+    dtype = layout.dtype or source_dtype(source, config)
+    size = layout.sub_group_size or section(config, "zero_optimization").get("sub_group_size")
     if layout.zero_stage == 3:
         size = int(size) if isinstance(size, int | float) and size >= 1 else SUB_GROUP_SIZE
     else:
         size = layout.sub_group_size
+    warnings = []
+    accumulation = layout.grad_accum_dtype or accumulation_of(config)
+    if layout.zero_stage == 0 and layout.grad_accum_dtype is None and accumulation != dtype:
+        if accumulation is not None:
+            warnings.append(
+                f"the source's configuration has grad_accum_dtype {accumulation}, with which DeepSpeed does not run"
+                f" {dtype} without ZeRO: leave it out of the new configuration."
+            )
+        accumulation = None
+    fused = layout.fused_adam
+    if layout.zero_stage == 0 and dtype != "float32" and fused is None:
+        own = str(source.parallelism.get("optimizer_class"))
+        fused = uses_fused_adam(own, common["param_groups"], config)
     pipeline = layout.pipeline
     if pipeline is None:
+        facts = common["framework"].get("pipeline")
         was = is_pipeline(source.parameters, source.parallelism, facts)
         pipeline = layout.pp > 1 or (was and layout.zero_stage <= 1)
-    return replace(layout, dtype=dtype, sub_group_size=size, pipeline=pipeline)
-
-
-def _source_dtype(source: Source, config: Mapping[str, Any]) -> str:
-    if str(source.parallelism.get("file_prefix", "")).startswith("bf16"):
-        return "bfloat16"
-    if _section(config, "bf16").get("enabled") is True:
-        return "bfloat16"
-    return "float16" if _section(config, "fp16").get("enabled") is True else "float32"
-
-
-def _groups(
-    source: Source, common: Mapping[str, Any], config: Mapping[str, Any], warnings: list[str]
-) -> list[Group]:
-    groups = []
-    for index, entry in enumerate(common["param_groups"]):
-        hyper = {key: value for key, value in entry.items() if key != "params"}
-        if "lr" not in hyper or hyper.get("use_muon"):
-            found = "Muon's group" if hyper.get("use_muon") else "no hyper-parameters"
-            raise UnsupportedSourceError(
-                f"{source.url}: parameter group {index} has {found}; it cannot be written natively yet."
-            )
-        members = [_member(source, fqn) for fqn in entry["params"]]
-        members = _in_order(source, config, members, warnings)
-        groups.append(Group(hyper, tuple(members), _states(source, index, members)))
-    owned = {member.fqn for group in groups for member in group.members}
-    astray = [
-        f
-        for f, p in source.parameters.items()
-        if p.trainable and buffer_of(p) is None and f not in owned
-    ]
-    if astray or not owned:
-        raise UnsupportedSourceError(
-            f"{source.url}: parameter groups list {len(owned)} parameters, but not {listing(astray)}; expected"
-            " every trainable one."
-        )
-    if any(entry for entry in common["framework"].get("optimizer", {}).get("scalars", ())):
-        raise UnsupportedSourceError(
-            f"{source.url}: the optimizer keeps numbers besides the step; they have no native form yet."
-        )
-    return groups
-
-
-def _member(source: Source, fqn: str) -> Member:
-    parameter = source.parameters.get(fqn)
-    spec = parameter.states.get(MASTER) if parameter else None
-    if spec is None or spec.dtype not in _FLOATS:
-        found = "no such state" if spec is None else spec.dtype
-        raise UnsupportedSourceError(
-            f"{source.url}: master weights ({MASTER}) of {fqn}: found {found}, expected one of"
-            f" {', '.join(_FLOATS)}.",
-            kind=Kind.MISSING_KEY,
-        )
-    return Member(fqn, spec.shape)
-
-
-def _in_order(
-    source: Source, config: Mapping[str, Any], members: list[Member], warnings: list[str]
-) -> list[Member]:
-    """The order of the user's optimizer, which the source's flat order came from.
-
-    Stages of a pipeline are listed one after the other, and each lists tied modules first, as
-    ``named_parameters`` does; so does whichever stage holds them in the target.
-    """
-    dealt = _section(config, "zero_optimization").get("round_robin_gradients") is True
-    dealt = dealt and source.parallelism.get("optimizer_class") == "DeepSpeedZeroOptimizer"
-    if source.parallelism.get("pp", 1) == 1:
-        return undeal(members, int(source.parallelism["dp"])) if dealt else members
-    if dealt:
-        text = (
-            "round_robin_gradients with a pipeline: the order of the optimizer's parameters is taken to be that of"
-            " the model."
-        )
-        warnings += [text] if text not in warnings else []
-        place = {fqn: position for position, fqn in enumerate(source.parameters)}
-        members = sorted(members, key=lambda member: place[member.fqn])
-    layers = [layer for m in members if (layer := _layer_of(m.fqn)) is not None]
-    if layers != sorted(layers):
-        return members
-    return sorted(members, key=lambda member: _layer_of(member.fqn) is not None)
-
-
-def _layer_of(fqn: str) -> int | None:
-    """The layer of a pipeline that a name belongs to; None for a tied module."""
-    first = fqn.partition(".")[0]
-    return int(first) if first.isascii() and first.isdigit() else None
-
-
-def _is_dealt(config: Mapping[str, Any], layout: Layout) -> bool:
-    """Whether the target's ``round_robin_gradients`` deals parameters out by the number of ranks."""
-    if _section(config, "zero_optimization").get("round_robin_gradients") is not True:
-        return False
-    accumulate = _section(config, "data_types").get("grad_accum_dtype")
-    bf16_optimizer = (
-        layout.zero_stage == 1 and layout.dtype == "bfloat16" and accumulate in ("fp32", "float32")
+    layout = replace(
+        layout,
+        pipeline=pipeline,
+        dtype=dtype,
+        sub_group_size=size,
+        grad_accum_dtype=accumulation,
+        fused_adam=None if dtype == "float32" else fused,
     )
-    return layout.zero_stage != 3 and not bf16_optimizer
+    require_loadable(layout, pipeline=pipeline)
+    return layout, warnings
 
 
-def _states(source: Source, index: int, members: Sequence[Member]) -> dict[str, str]:
-    """The optimizer states that all parameters of a group have: the optimizer's name -> ours."""
-    held: list[dict[str, str]] = []
-    for member in members:
-        specs = source.parameters[member.fqn].states
-        names = [n for n, s in specs.items() if n != MASTER and s.role is not Role.MODEL_WEIGHT]
-        held.append({_native(name): name for name in names})
-        for name in names:
-            if specs[name].shape != member.shape or specs[name].dtype not in _FLOATS:
-                raise UnsupportedSourceError(
-                    f"{source.url}: {name} of {member.fqn} has shape {specs[name].shape} and elements of"
-                    f" {specs[name].dtype}, expected {member.shape} and floats."
-                )
-    if any(names != held[0] for names in held):
-        raise UnsupportedSourceError(
-            f"{source.url}: some parameters of group {index} have optimizer states that others lack; one flat"
-            " buffer cannot hold that."
-        )
-    return held[0] if held else {}
-
-
-_NATIVE = {name_and_role(state)[0]: state for state in ("exp_avg", "exp_avg_sq")}
-
-
-def _native(name: str) -> str:
-    return _NATIVE.get(name, name)
+def _frozen_warnings(source: Source, wrapper: str) -> list[str]:
+    """Without ZeRO and in fp32 nobody takes frozen parameters out of the optimizer's groups."""
+    frozen = [f for f, p in source.parameters.items() if not p.trainable and buffer_of(p) is None]
+    if not frozen or wrapper != TORCH:
+        return []
+    text = (
+        f"{len(frozen)} frozen parameters are in no group of the optimizer's state: an optimizer that is given them"
+        " all the same does not load it."
+    )
+    return [text]
 
 
 def _label(

@@ -22,7 +22,7 @@ def same_layout(source: Source, layout: Layout, patterns: Patterns | None = None
     ranks count as data-parallel ones: the files do not differ.
     """
     facts = source.parallelism
-    if source.format != "deepspeed" or facts.get("zero_stage") not in (1, 2, 3):
+    if source.format != "deepspeed" or facts.get("zero_stage") not in (0, 1, 2, 3):
         return False
     if (layout.tp, layout.pp) != (facts.get("tp"), facts.get("pp")):
         return False
@@ -34,8 +34,7 @@ def same_layout(source: Source, layout: Layout, patterns: Patterns | None = None
             dp=int(facts["dp"]),
             sp=1,
             zero_stage=int(facts["zero_stage"]),
-            dtype=None,
-            sub_group_size=None,
+            **_OPEN,
             **({} if facts["zero_stage"] <= 1 else _NO_PIPELINE),
         ),
         patterns,
@@ -43,6 +42,14 @@ def same_layout(source: Source, layout: Layout, patterns: Patterns | None = None
     return _shape(recipe) == _shape(own) and _holds(source, recipe, patterns)
 
 
+_OPEN: Mapping[str, Any] = {
+    "dtype": None,
+    "sub_group_size": None,
+    "grad_accum_dtype": None,
+    "fused_adam": None,
+    "loss_scale": None,
+    "initial_scale_power": None,
+}
 _NO_PIPELINE: Mapping[str, Any] = {
     "pipeline": None,
     "layers": None,
@@ -54,7 +61,8 @@ _NO_PIPELINE: Mapping[str, Any] = {
 
 def _shape(recipe: Recipe) -> tuple[Any, ...]:
     layout = recipe.layout
-    return layout.zero_ranks, layout.zero_stage, layout.dtype, layout.sub_group_size
+    rest = [getattr(layout, name) for name in _OPEN]
+    return layout.zero_ranks, layout.zero_stage, *rest
 
 
 def _holds(source: Source, recipe: Recipe, patterns: Patterns | None) -> bool:

@@ -10,13 +10,15 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ucpstore.errors import PatternError
 from ucpstore.formats.deepspeed.ranks import Slices
+from ucpstore.formats.deepspeed.universal import rules_of
 from ucpstore.layout.kinds import Pad, Partial, Replicate, Shard, ShardNC
-from ucpstore.layout.local import Local
+from ucpstore.layout.local import Local, local_tensors
 from ucpstore.layout.region import Region, row_major_strides
-from ucpstore.layout.rules import PrefixRegex
+from ucpstore.layout.rules import Patterns, PrefixRegex
 
-__all__ = ["UNIVERSAL", "describe_slices", "universal_info"]
+__all__ = ["UNIVERSAL", "describe_slices", "describes", "universal_info"]
 
 UNIVERSAL = "universal_checkpoint_info"
 _AFFINE = "affine_map"
@@ -47,6 +49,26 @@ def universal_info(info: Mapping[str, Any], slices: Slices) -> dict[str, Any]:
         }
         found[_AFFINE] = {"version": _AFFINE_VERSION, "params": maps}
     return found
+
+
+def describes(info: Mapping[str, Any], slices: Slices) -> bool:
+    """Whether who follows the lists puts the slices together to what they were cut from."""
+    if slices.degree == 1:
+        return True
+    try:
+        rules = rules_of(info, slices.degree)
+        refused = _matching(info.get(_AUTOTP) or (), slices.held)
+        return not refused and all(_fits(rules, fqn, slices.all(fqn)) for fqn in slices.held)
+    except PatternError:
+        return False
+
+
+def _fits(rules: Patterns, fqn: str, locals_: tuple[Local, ...]) -> bool:
+    rule = rules.find(fqn, len(locals_[0].shape))
+    if rule is None:
+        return False
+    held = rule.observed(fqn, [local.shape for local in locals_])
+    return local_tensors(held.shape, held.axes) == locals_
 
 
 def describe_slices(slices: Slices) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Which rank of a DeepSpeed run holds which elements: the rules of its optimizers, as pure functions.
 
-Stages 1 and 2: ``runtime/zero/stage_1_and_2.py`` (alignment to twice the ranks, zeros at the end). Stage 3:
+Stage 0: every rank holds everything. Stages 1 and 2: ``runtime/zero/stage_1_and_2.py`` (alignment to twice
+the ranks, zeros at the end). Stage 3:
 ``runtime/zero/stage3.py`` (sub-groups) and ``partition_parameters.py`` (every parameter cut on its own).
 """
 
@@ -94,8 +95,18 @@ class UcpInfo:
             return cls(stage, dp, sub_group_size, tuple(sub_groups(groups, dp, sub_group_size)))
         return cls(stage, dp, None, tuple((g, tuple(group)) for g, group in enumerate(groups)))
 
+    @classmethod
+    def whole(cls, groups: Sequence[Sequence[Member]], dp: int, *, flat: bool) -> UcpInfo:
+        """Lay out stage 0: a buffer per group where it is ``flat``, else one per parameter."""
+        units: list[tuple[int, tuple[Member, ...]]] = []
+        for index, group in enumerate(groups):
+            units += [(index, tuple(group))] if flat else [(index, (member,)) for member in group]
+        return cls(0, dp, None, tuple(units))
+
     def rank(self, rank: int) -> list[Flat]:
         """The flat buffers of a data-parallel rank, in order of `units`."""
+        if self.zero_stage == 0:
+            return [_whole(group, members) for group, members in self.units]
         if self.zero_stage == 3:
             return [_sub_group(group, members, rank, self.dp) for group, members in self.units]
         return [flat_groups(group, members, rank, self.dp) for group, members in self.units]
@@ -113,6 +124,16 @@ class UcpInfo:
             ]
             for rank in range(self.dp)
         ]
+
+
+def _whole(group: int, members: Sequence[Member]) -> Flat:
+    """Without ZeRO every rank has everything, one parameter after the other."""
+    parts = []
+    offset = 0
+    for member in members:
+        parts.append(Part(member.fqn, "", member.shape, 0, member.numel, offset, member.local))
+        offset += member.numel
+    return Flat(group, offset, 0, tuple(parts))
 
 
 def flat_groups(group: int, members: Sequence[Member], rank: int, dp: int) -> Flat:
