@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,12 +32,14 @@ __all__ = ["ROUTES", "Bench", "Outcome", "classify", "main"]
 ROOT = Path(__file__).parent.parent
 ROUTES = ("ucpstore", "universal", *DCP_ROUTES, "none")
 """Ways from a checkpoint to the target layout; ``none`` is loading it as it is."""
-CONVERTER_FLAGS: tuple[tuple[str, ...], ...] = (
-    (),
-    ("--inject_missing_state",),
-    ("--inject_missing_state", "--no_strict"),
-)
-"""Of `ds_to_universal`, tried in this order until it succeeds."""
+LAYER_01 = "a copy of the first layer's files named layer_01"
+"""Without which `ds_to_universal` takes a pipeline whose second entry has no parameters for bogus: it counts
+Megatron's ``layer_01`` files (`deepspeed_checkpoint.py`, `_validate_folder`). A user would have to invent it."""
+CONVERTER_FLAGS = {
+    "universal_checkpoint_info": "--inject_missing_state",
+    "Unused patterns": "--no_strict",
+}
+"""Words of a message of `ds_to_universal` -> the flag that a user gives it then."""
 LIMIT = 90.0
 """Seconds after which a trial counts as hanging; those that end take a few."""
 PACKAGES = ("deepspeed", "torch", "transformers")
@@ -139,9 +142,7 @@ class Bench:
         self._count += 1
         return self.work / f"trial-{self._count}"
 
-    def outcome(
-        self, name: str, target: Mapping[str, Any], rtol: float, route: str
-    ) -> Outcome:
+    def outcome(self, name: str, target: Mapping[str, Any], rtol: float, route: str) -> Outcome:
         """Try one route for one row of the matrix."""
         run = deepspeed_run(name)
         if route == "ucpstore":
@@ -173,17 +174,21 @@ class Bench:
 
     def _universal(self, run: Run, route: str) -> tuple[Path, Outcome | None, tuple[str, ...]]:
         copied = copy_run(run, self._folder())
-        answer: dict[str, Any] = {}
-        for flags in CONVERTER_FLAGS:
-            target = f"{copied.tag_path}_universal"
-            answer = self.ask(
-                "universal", source=str(copied.tag_path), target=target, flags=list(flags)
-            )
-            if answer["ended"] == "ok":
-                return copied.path, None, flags
-            if not wants_other_flags(answer):
-                break
-        return copied.path, failure(answer, "convert", flags), flags
+        source, target = str(copied.tag_path), f"{copied.tag_path}_universal"
+        answer = self.ask("universal", source=source, target=target, flags=[])
+        given: tuple[str, ...] = ()
+        if "layer_01" in message(answer):
+            given = (LAYER_01,)
+            for file in copied.tag_path.glob("layer_00*"):
+                shutil.copy(file, file.with_name(file.name.replace("layer_00", "layer_01")))
+            answer = self.ask("universal", source=source, target=target, flags=[])
+        for reason, flag in CONVERTER_FLAGS.items():
+            if reason in message(answer):
+                given = (*given, flag)
+                flags = [word for word in given if word.startswith("--")]
+                answer = self.ask("universal", source=source, target=target, flags=flags)
+        failed = None if answer["ended"] == "ok" else failure(answer, "convert", given)
+        return copied.path, failed, given
 
     def _dcp(self, run: Run, route: str) -> tuple[Path, Outcome | None, tuple[str, ...]]:
         path = self._folder()
@@ -239,10 +244,8 @@ def compared(
     return Outcome(classify(found), wrong=counts, of=totals, seconds=seconds), found
 
 
-def wants_other_flags(answer: Mapping[str, Any]) -> bool:
-    """Whether the converter's message is about its own checks, which a user switches off."""
-    text = str(answer.get("error", {}).get("message", ""))
-    return "universal_checkpoint_info" in text or "unused" in text.lower() or "pattern" in text
+def message(answer: Mapping[str, Any]) -> str:
+    return str(answer.get("error", {}).get("message", ""))
 
 
 def failure(answer: Mapping[str, Any], step: str, flags: tuple[str, ...] = ()) -> Outcome:

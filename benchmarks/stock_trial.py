@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class Trial(Request):
     noise: bool = True
 
     def _prepare(self, model: Any) -> None:
-        if self.noise:
+        if self.noise and self.route not in DCP_ROUTES:
             Request._prepare(self, model)
 
     def _load(self, engine: Any, case: Case) -> dict[str, Any]:
@@ -50,11 +51,20 @@ class Trial(Request):
             source = find_case(self.name)
             # Lazy optimizers have no states before a step, and DCP loads only what it is asked for.
             train.train_step(engine, case, 0, share(source, case, train.data_rank(case)))
+            if self.noise:
+                with gathered(engine):
+                    self._overwrite_untrained(engine.module)
             return load_dcp(engine, self.route, Path(str(self.load)))
         found, client = engine.load_checkpoint(self.load)
         if found is None:
             raise NothingLoadedError("load_checkpoint returned None, with a warning in the log")
         return dict(client)
+
+    def _overwrite_untrained(self, model: Any) -> None:
+        trained = {p: p.detach().clone() for p in model.parameters() if p.requires_grad}
+        Request._prepare(self, model)
+        for parameter, value in trained.items():
+            parameter.data.copy_(value)
 
 
 # ------------------------------------------------------------------- DCP
@@ -76,19 +86,38 @@ def states_of(engine: Any, route: str) -> dict[str, Any]:
 
     ``dcp`` passes the engine's own state dicts; ``dcp_by_rank`` gives every rank keys of its own, as plain
     tensors under one key are taken for replicas; ``dcp_get_state_dict`` uses torch's own helper, which names
-    optimizer states by parameters.
+    optimizer states by parameters, on the optimizer inside DeepSpeed's (which is none to it).
     """
     if route == "dcp_get_state_dict":
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        model, optimizer = get_state_dict(engine.module, engine.optimizer)
+        model, optimizer = get_state_dict(engine.module, inner_optimizer(engine))
         return {"model": model, "optimizer": optimizer}
-    own = {"model": engine.module.state_dict(), "optimizer": engine.optimizer.state_dict()}
+    with gathered(engine):
+        model = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    own = {"model": model, "optimizer": engine.optimizer.state_dict()}
     if route == "dcp_by_rank":
         import torch.distributed as dist
 
         return {f"rank{dist.get_rank()}": own}
     return own
+
+
+def gathered(engine: Any) -> AbstractContextManager[Any]:
+    """Let the parameters be whole, which ZeRO-3 shards; what the first rank changes is kept."""
+    import deepspeed
+
+    parameters = list(engine.module.parameters())
+    sharded = any(hasattr(parameter, "ds_id") for parameter in parameters)
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+        parameters, modifier_rank=0, enabled=sharded
+    )
+    return context
+
+
+def inner_optimizer(engine: Any) -> Any:
+    """Return the torch optimizer, which ZeRO makes hold flat partitions."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def save_dcp(engine: Any, case: Case, route: str, path: Path) -> None:
@@ -115,13 +144,14 @@ def load_dcp(engine: Any, route: str, path: Path) -> dict[str, Any]:
 
         set_state_dict(
             engine.module,
-            engine.optimizer,
+            inner_optimizer(engine),
             model_state_dict=states["model"],
             optim_state_dict=states["optimizer"],
         )
     else:
         own = states.get(f"rank{dist.get_rank()}", states)
-        engine.module.load_state_dict(own["model"])
+        with gathered(engine):
+            engine.module.load_state_dict(own["model"])
         load_optimizer(engine.optimizer, own["optimizer"])
     if engine.lr_scheduler:
         engine.lr_scheduler.load_state_dict(rest["scheduler"])
@@ -135,6 +165,8 @@ def load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
+    if hasattr(optimizer, "checkpoint_event_prologue"):
+        optimizer.checkpoint_event_prologue()
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer.load_state_dict(dict(state))
     elif hasattr(optimizer, "dp_process_group"):
@@ -142,6 +174,8 @@ def load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
         optimizer.load_state_dict([state] * size, load_from_fp32_weights=True)
     else:
         optimizer.load_state_dict(state)
+    if hasattr(optimizer, "checkpoint_event_epilogue"):
+        optimizer.checkpoint_event_epilogue()
 
 
 def train_and_save(route: str, path: Path) -> Callable[[Case, Path], None]:
