@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,44 +86,51 @@ def carry_out(request: Mapping[str, Any]) -> None:
     elif kind == "resume":
         trial = Trial(**request["trial"])
         train.run_case(trial.case(find_case(trial.name)), folder, guarded(trial))
-    elif kind == "sleep":
+    elif kind == "sleep":  # what the harness's own test needs, as the next
         time.sleep(request["seconds"])
+    elif kind == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
     else:
-        raise ValueError(f"request of kind {kind!r}, expected universal, save, resume or sleep")
+        raise ValueError(f"request of kind {kind!r}, expected universal, save or resume")
 
 
 def attempt(request: Mapping[str, Any]) -> dict[str, Any]:
     """Fork, wait, and say how it ended: ``ok``, ``error`` or ``hang``."""
     folder = Path(request["folder"])
-    folder.parent.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     pid = os.fork()
     if pid == 0:
         in_child(lambda: carry_out(request), Path(f"{folder}.log"))
-    limit = request["limit"]
+    lead_group(pid)
     done, status = 0, 0
-    while not done and time.monotonic() - begin < limit:
+    while not done and time.monotonic() - begin < request["limit"]:
         time.sleep(0.02)
         done, status = os.waitpid(pid, os.WNOHANG)
-    os.killpg(pid, signal.SIGKILL) if not done else None
-    if not done:
-        os.waitpid(pid, 0)
+    with suppress(ProcessLookupError):  # nobody is left of the group, as it should be
+        os.killpg(pid, signal.SIGKILL)
     seconds = round(time.monotonic() - begin, 1)
     if not done:
+        os.waitpid(pid, 0)
         return {"ended": "hang", "seconds": seconds}
     if status == 0:
         return {"ended": "ok", "seconds": seconds}
+    unknown = {"type": "", "message": "a process ended without an error", "where": "unknown"}
     errors = [json.loads(path.read_text()) for path in folder.glob("error-*.json")]
-    first = min(errors, key=lambda error: error["time"], default=None)
-    lost = {"type": "", "message": "a process ended without an error", "where": "unknown"}
-    return {"ended": "error", "seconds": seconds, "error": first or {**lost, "foreseen": False}}
+    first = min(errors, key=lambda error: error["time"], default={**unknown, "foreseen": False})
+    return {"ended": "error", "seconds": seconds, "error": first}
+
+
+def lead_group(pid: int) -> None:
+    """Make process `pid` the leader of a group of its own; parent and child both do, whoever is first."""
+    with suppress(OSError):
+        os.setpgid(pid, pid)
 
 
 def in_child(task: Callable[[], None], log: Path) -> None:
     """Carry out `task` as the leader of a new group, and end."""
     status = 1
     try:
-        os.setsid()
+        lead_group(os.getpid())
         with open(log, "w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)

@@ -33,7 +33,8 @@ class Trial(Request):
         ``load`` for the engine's own `load_checkpoint`, or one of `DCP_ROUTES`.
     noise : bool
         Whether the model is overwritten with noise first. Otherwise it is as the source's was when it
-        started, which hides what a tool does not restore and training does not change.
+        started, which hides what a tool does not restore and training does not change. DCP loads into what
+        a step has made: there only frozen parameters and buffers are overwritten, after that step.
     """
 
     name: str = ""
