@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,9 @@ class Outcome:
     word : {"works", "partly", "silently wrong", "error", "hang"}
         ``works``: everything compared is equal, the losses within the row's tolerance. ``partly``: the
         losses are, something else is not. ``silently wrong``: no error, and other losses.
-    wrong : mapping
-        Category (as `differences` names them) to the number of names of it that differ.
+    wrong, of : mapping
+        Category (as `differences` names them) to the number of names of it that differ; and state to the
+        number of tensors there are.
     step : {"", "save", "convert", "load"}
         Where it ended, unless it ran to its end.
     error : mapping, optional
@@ -160,7 +161,7 @@ class Bench:
         if first.word in ("partly", "silently wrong") and found is not None:
             again, _ = self._resume(run, path, target, rtol, route=route, noise=False)
             as_built = again.word
-        return Outcome(**{**fields(first), "flags": flags, "as_built": as_built})
+        return replace(first, flags=flags, as_built=as_built)
 
     def _prepared(self, run: Run, route: str) -> tuple[Path, Outcome | None, tuple[str, ...]]:
         """Return what the target loads, and the outcome if making it failed already."""
@@ -259,10 +260,6 @@ def failure(answer: Mapping[str, Any], step: str, flags: tuple[str, ...] = ()) -
 
 def described(error: UcpStoreError) -> dict[str, Any]:
     return {"type": type(error).__name__, "message": str(error), "foreseen": True}
-
-
-def fields(outcome: Outcome) -> dict[str, Any]:
-    return {name: getattr(outcome, name) for name in Outcome.__slots__}
 
 
 # ------------------------------------------------------------------- report
