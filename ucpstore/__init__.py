@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ucpstore.engine.plan import Plan
     from ucpstore.engine.run import Report
     from ucpstore.layout.parallel import Layout
+    from ucpstore.layout.rules import Patterns
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ _HOME = {
     "Layout": "ucpstore.layout.parallel",
     "LazyTensor": "ucpstore.checkpoint",
     "Parameter": "ucpstore.checkpoint",
+    "Patterns": "ucpstore.layout.rules",
     "Plan": "ucpstore.engine.plan",
     "Report": "ucpstore.engine.run",
     "abandon": "ucpstore.api",
@@ -43,6 +45,7 @@ __all__ = [
     "Layout",
     "LazyTensor",
     "Parameter",
+    "Patterns",
     "Plan",
     "Report",
     "UcpStoreError",

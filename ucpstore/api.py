@@ -28,6 +28,7 @@ from ucpstore.io import open_files
 from ucpstore.io.base import Files
 from ucpstore.io.urls import parse_url
 from ucpstore.layout.parallel import Layout
+from ucpstore.layout.rules import Patterns
 
 if TYPE_CHECKING:
     from ucpstore.formats.deepspeed.writer import DeepSpeedTarget
@@ -41,6 +42,8 @@ DEFAULT_MEMORY_LIMIT = 2 << 30
 """Bytes that tasks in flight may need together, where the caller gives no limit."""
 
 Url = str | os.PathLike[str]
+Rules = Patterns | str | os.PathLike[str]
+"""Patterns, the path of a TOML or JSON file, or the name of a preset."""
 
 
 def formats() -> dict[str, Format]:
@@ -54,6 +57,7 @@ def open(  # noqa: A001
     *,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
+    patterns: Rules | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format as one lazy mapping. Reads metadata only.
@@ -66,6 +70,9 @@ def open(  # noqa: A001
         ``auto`` detects; ``ucpstore`` is our own store; else the name of an installed format.
     tag : str, optional
         Which checkpoint of a folder that holds several; by default the one that it calls the latest.
+    patterns : Patterns, path or str, optional
+        How parameters lie on tensor-parallel ranks, where the checkpoint does not say it or says it wrongly:
+        rules, a TOML or JSON file of them, or the name of a preset (`Patterns.presets`).
     storage_options : mapping, optional
         In fsspec's words.
 
@@ -81,16 +88,19 @@ def open(  # noqa: A001
         A pickle asks for something that only running its code could give.
     UncommittedError
         A conversion into this URL is not finished.
+    PatternError
+        No rule says how a parameter lies on tensor-parallel ranks, or it does not fit.
 
     Examples
     --------
     >>> checkpoint = ucpstore.open("run/checkpoints")                    # doctest: +SKIP
     >>> checkpoint["model.norm.weight"].fp32[:4]                         # doctest: +SKIP
     """
-    return Checkpoint(_open_source(open_files(os.fspath(url), storage_options), format, tag))
+    files = open_files(os.fspath(url), storage_options)
+    return Checkpoint(_open_source(files, format, tag, Patterns.of(patterns)))
 
 
-def _open_source(files: Files, name: str, tag: str | None) -> Source:
+def _open_source(files: Files, name: str, tag: str | None, patterns: Patterns) -> Source:
     """Detect the format (our own first) and open."""
     from ucpstore.store.source import StoreFormat
 
@@ -101,12 +111,12 @@ def _open_source(files: Files, name: str, tag: str | None) -> Source:
             raise NotFoundError(
                 f"no format {name!r}: installed are {', '.join(known)}.", format=name
             )
-        return known[name].open(files, tag=tag)
+        return known[name].open(files, tag=tag, patterns=patterns)
     seen = []
     for format_ in known.values():
         detection = format_.detect(files)
         if detection.matches:
-            return format_.open(files, tag=tag)
+            return format_.open(files, tag=tag, patterns=patterns)
         seen.append(f"{format_.name}: {detection.evidence}")
     if files.is_local and os.path.isfile(files.url):
         raise UnrecognizedSourceError(
@@ -137,13 +147,16 @@ class _Request:
     source_options: Mapping[str, Any] = field(repr=False)
     dest_options: Mapping[str, Any] = field(repr=False)
     layout: Layout | None = None
+    patterns: Patterns = field(default_factory=Patterns)
 
     def open(self, *, ranks: bool = False) -> tuple[Plan, Source, ZarrTarget | DeepSpeedTarget]:
         """Open the source, lay out the target and plan; reads metadata only.
 
         With ``ranks`` the plan of a native target lists which rank will hold which parts.
         """
-        source = _open_source(open_files(self.source, self.source_options), self.format, self.tag)
+        source = _open_source(
+            open_files(self.source, self.source_options), self.format, self.tag, self.patterns
+        )
         files = open_files(self.dest, self.dest_options)
         _refuse_inside(source, files)
         if self.layout is not None:
@@ -216,6 +229,7 @@ def plan(
     *,
     to: str = "zarr",
     layout: Layout | None = None,
+    patterns: Rules | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     states: Sequence[str] | None = None,
@@ -234,7 +248,7 @@ def plan(
     request = _request(
         source, dest, format, tag, states, only, exclude, source_options, dest_options
     )
-    request = _towards(request, to, layout)
+    request = replace(_towards(request, to, layout), patterns=Patterns.of(patterns))
     return request.open(ranks=True)[0]
 
 
@@ -304,6 +318,7 @@ def convert(
     *,
     to: str = "zarr",
     layout: Layout | None = None,
+    patterns: Rules | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     states: Sequence[str] | None = None,
@@ -331,10 +346,11 @@ def convert(
         URLs, as for `open`.
     to : str
         ``zarr``: our own store. ``deepspeed``: a native checkpoint that unmodified DeepSpeed loads.
+        Either way ``dest`` holds one checkpoint: those of a run are neither added to nor replaced.
     layout : Layout, optional
         Of the run that will load a native checkpoint. Where the source has it already, nothing is
         written, and the report's ``url`` is the source.
-    format, tag
+    patterns, format, tag
         As for `open`.
     states : sequence of str, optional
         Only these states; by default all that cannot be made again from others (16-bit copies of
@@ -381,7 +397,7 @@ def convert(
     request = _request(
         source, dest, format, tag, states, only, exclude, source_options, dest_options
     )
-    request = _towards(request, to, layout)
+    request = replace(_towards(request, to, layout), patterns=Patterns.of(patterns))
     found, opened, target = request.open()
     if _SAME_LAYOUT in found.warnings:
         return nothing_to_do(opened, found)
@@ -418,6 +434,7 @@ def verify(
     url: Url,
     *,
     against: Url | None = None,
+    patterns: Rules | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -436,8 +453,11 @@ def verify(
     """
     from ucpstore.inspect.verify import verify_source
 
-    checkpoint = open(url, format=format, tag=tag, storage_options=storage_options)
-    other = open(against, storage_options=against_options).source if against is not None else None
+    rules = Patterns.of(patterns)
+    checkpoint = open(url, format=format, tag=tag, patterns=rules, storage_options=storage_options)
+    other = None
+    if against is not None:
+        other = open(against, patterns=rules, storage_options=against_options).source
     return verify_source(checkpoint.source, against=other)
 
 
@@ -445,10 +465,13 @@ def diff(
     left: Url,
     right: Url,
     *,
+    patterns: Rules | None = None,
     left_options: Mapping[str, Any] | None = None,
     right_options: Mapping[str, Any] | None = None,
 ) -> Diff:
     """Compare two checkpoints of any format, bit by bit; equal digests settle without reading.
+
+    How parameters lie on ranks is not compared; ``patterns`` are for both sides.
 
     Returns
     -------
@@ -457,7 +480,8 @@ def diff(
     """
     from ucpstore.inspect.diff import diff_sources
 
+    rules = Patterns.of(patterns)
     return diff_sources(
-        open(left, storage_options=left_options).source,
-        open(right, storage_options=right_options).source,
+        open(left, patterns=rules, storage_options=left_options).source,
+        open(right, patterns=rules, storage_options=right_options).source,
     )

@@ -11,7 +11,7 @@ join a claim; any other plan is refused.
 **Fencing**: before an object becomes visible, and before a done record, a writer looks whether its claim
 is still there (somebody may have deleted the destination and begun anew) and whether claim N+1 exists.
 A writer that sleeps through that instant can still replace an object after its claim was lost;
-`ZarrTarget.commit` compares all objects with their records, and so finds it.
+the commit (`ucpstore.commit.LoggedTarget`) compares all objects with their records, and so finds it.
 
 **Done records** ``.ucpstore/done/<epoch>-<content hash>.json`` are written once `Files.sync` has made
 their objects durable. A resumed run trusts them and nothing else.

@@ -239,8 +239,9 @@ class PieceSource:
                 at = tuple(int(i) + o for i, o in zip(index, piece.region.offsets, strict=True))
                 raise IntegrityError(
                     f"replicas of {name} differ: copy {copy} in {file} has {other[index]!s} at {at}, the first"
-                    f" copy has {first[index]!s}; {int(differs.sum())} bytes of {piece.region} differ.",
-                    hint="Say which copy counts with a rule: first or average.",
+                    f" copy has {first[index]!s}; {int(differs.sum())} bytes of {piece.region} differ"
+                    f"{_by_how_much(first, other)}.",
+                    hint="Say which copy counts with patterns=: tp = 'replicate(first)', or 'partial' for the mean.",
                     kind=Kind.REPLICAS_DIFFER,
                 )
 
@@ -331,6 +332,12 @@ class PieceSource:
                     kind=Kind.SOURCE_CHANGED,
                     file=file.name,
                 )
+
+
+def _by_how_much(first: Arrays, other: Arrays) -> str:
+    with np.errstate(all="ignore"):
+        largest = np.abs(other.astype(np.float64) - first.astype(np.float64)).max()
+    return f", by at most {largest:.3g}" if np.isfinite(largest) else ""
 
 
 def _runs(view: Arrays, strides: tuple[int, ...]) -> Iterator[tuple[int, memoryview]]:

@@ -20,6 +20,9 @@ Use::
 (`tp_rank=`); `run.full(state, fqn)` joins them by the plain rule recorded in ``facts["tp_dims"]``.
 Pipelines (`PIPELINE_CASES`) have one truth per stage: `stage=`, and ``facts["stages"]``.
 
+`resume.py` goes on with a run in unmodified DeepSpeed, in any layout, and `compare.py` tells what of it is not
+as in the original engine; `MATRIX_CASES` are the sources of ``tests/test_matrix.py``.
+
 The cache is ``tests/.cache/deepspeed/CASE-HASH``: the hash covers the case, this package's
 scripts and the frameworks' versions. `UCPSTORE_TEST_CACHE` names another folder. A case takes
 about a second; the first one of a session pays the imports of torch and DeepSpeed. Safe under

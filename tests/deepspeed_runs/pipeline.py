@@ -3,7 +3,8 @@
 The embedding is tied to the output head, so that the first and the last stage hold it; entries that are
 plain functions have no layer file, so that the ids of layer files have gaps. Blocks are a norm and a
 feed-forward: column-parallel, then row-parallel. Every tensor is initialised whole from the layer's
-seed and then cut, so that the parts of tensor-parallel ranks join to it by construction.
+seed and then cut, so that the parts of tensor-parallel ranks join to it by construction; four ranks get 4, 4,
+3 and 3 of the 14 rows.
 
 `Twin` is the same model as a plain module, with the same names and the same arithmetic: DeepSpeed's
 pipelines refuse ZeRO stages 2 and 3.
@@ -29,7 +30,7 @@ from tests.deepspeed_runs.model import BIG_COUNTER, SEQUENCE, RMSNorm
 
 VOCAB = 29
 HIDDEN = 10
-INNER = 12
+INNER = 14
 
 TP_DIMS = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 """Dimension along which a block's parameters are cut; the others are whole on every rank."""
@@ -143,7 +144,8 @@ class Block(nn.Module):
             "down.bias": torch.randn(HIDDEN, generator=generator),
         }
         parts = {
-            name: 0.2 * (value.chunk(size, TP_DIMS[name])[rank] if name in TP_DIMS else value)
+            name: 0.2
+            * (value.tensor_split(size, TP_DIMS[name])[rank] if name in TP_DIMS else value)
             for name, value in whole.items()
         }
         self.norm = RMSNorm(HIDDEN)

@@ -178,8 +178,10 @@ def crowd(subject: Subject, folder: Path) -> None:
         lambda: convert(subject, KillingFiles(folder, subject, choice), other=True).to_json()
     )
     must(killed == signal.SIGKILL, "the other plan did not die")
+    files = LocalFiles(str(folder))
+    must(any(subject.is_data(stat.name) for stat in files.list()), "the other plan left no object")
     must(any((folder / ".ucpstore" / "tmp").iterdir()), "the other plan left no unfinished file")
-    _, freed = in_child(lambda: subject.job(LocalFiles(str(folder)), other=True)[1].abandon())
+    _, freed = in_child(lambda: subject.job(files, other=True)[1].abandon())
     must(freed is not None, "the other plan was not abandoned")
 
 

@@ -123,7 +123,7 @@ class NativeSubject(Subject):
         "latest",
     )  # fmt: skip
     publish_nbytes = 60_000
-    crowd_moment = 25
+    crowd_moment = 70
 
     def __init__(self) -> None:
         run = deepspeed_run("s2-bf16-dp2")

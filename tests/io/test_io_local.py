@@ -304,6 +304,28 @@ def test_failed_sync_is_not_retryable(files: LocalFiles, monkeypatch: pytest.Mon
     assert not caught.value.retryable
 
 
+def test_a_folder_is_moved_whole_and_never_onto_another(files: LocalFiles) -> None:
+    for name in ("a/b/x", "a/b/y", "full/z"):
+        files.write(name, name.encode())
+    assert files.read("a/b/x") == b"a/b/x"
+    assert not files.move("a/b", "full")
+    assert not files.move("a/none", "new")
+    os.mkdir(os.path.join(files.root, "empty"))
+    assert files.move("a/b", "empty")
+    assert [stat.name for stat in files.list()] == ["empty/x", "empty/y", "full/z"]
+    assert "a" not in files.folders(), "a folder that became empty is left"
+    assert files.move("empty", "new/place")
+    assert files.read("new/place/x") == b"a/b/x"
+    assert files.move("full/z", "new/place/z")
+    assert files.read("new/place/z") == b"full/z"
+    assert files.write("a/b/x", b"again").nbytes == 5
+    with pytest.raises(StorageError, match="move"):
+        files.move("new", "a/b/x")
+    for names in (("../x", "y"), ("x", "/y")):
+        with pytest.raises(StorageError, match="plain relative path"):
+            files.move(*names)
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_full_disk(files: LocalFiles, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     sink = files.sink("a/x", 1 << 20)

@@ -47,6 +47,14 @@ def main() -> None:
     """
 
 
+_tag = click.option("--tag", help="Checkpoint tag; by default the one that 'latest' names.")
+_patterns = click.option(
+    "--patterns",
+    metavar="FILE|PRESET",
+    help="How parameters lie on tensor-parallel ranks: a TOML or JSON file, or a preset.",
+)
+
+
 def _selection(command: Any) -> Any:
     """Options that choose the target, parameters and states."""
     for option in (
@@ -65,7 +73,8 @@ def _selection(command: Any) -> Any:
         ),
         click.option("--only", multiple=True, metavar="GLOB", help="Only these parameters."),
         click.option("--state", "states", multiple=True, metavar="NAME", help="Only these states."),
-        click.option("--tag", help="Checkpoint tag; by default the one that 'latest' names."),
+        _patterns,
+        _tag,
         click.option(
             "--format", "format_", default="auto", show_default=True, help="Format of SOURCE."
         ),
@@ -74,8 +83,8 @@ def _selection(command: Any) -> Any:
     return command
 
 
-def _open(url: str, output: Output, *, format_: str = "auto", tag: str | None = None) -> Checkpoint:
-    checkpoint = api.open(url, format=format_, tag=tag, storage_options=output.storage_options)
+def _open(url: str, output: Output, *, format_: str, **which: Any) -> Checkpoint:
+    checkpoint = api.open(url, format=format_, storage_options=output.storage_options, **which)
     for text in checkpoint.warnings:
         output.note(f"warning: {text}")
     return checkpoint
@@ -84,17 +93,17 @@ def _open(url: str, output: Output, *, format_: str = "auto", tag: str | None = 
 _format = click.option(
     "--format", "format_", default="auto", show_default=True, help="Format of URL."
 )
-_tag = click.option("--tag", help="Checkpoint tag; by default the one that 'latest' names.")
 
 
 @main.command()
 @click.argument("url")
 @_format
 @_tag
+@_patterns
 @options
-def inspect(url: str, *, format_: str, tag: str | None, output: Output) -> None:
+def inspect(url: str, *, format_: str, output: Output, **which: Any) -> None:
     """Say what is at URL: format, layout, states, common state. Reads no tensor bytes."""
-    checkpoint = api.open(url, format=format_, tag=tag, storage_options=output.storage_options)
+    checkpoint = api.open(url, format=format_, storage_options=output.storage_options, **which)
     info = checkpoint.info()
     if output.as_json:
         output.json(info)
@@ -126,12 +135,13 @@ def inspect(url: str, *, format_: str, tag: str | None, output: Output) -> None:
 @click.option("--state", metavar="NAME", help="Only this state.")
 @_format
 @_tag
+@_patterns
 @options
 def ls(
-    url: str, *, fqn: str, state: str | None, format_: str, tag: str | None, output: Output
+    url: str, *, fqn: str, state: str | None, format_: str, output: Output, **which: Any
 ) -> None:
     """List parameters and states of URL, one line each."""
-    checkpoint = _open(url, output, format_=format_, tag=tag)
+    checkpoint = _open(url, output, format_=format_, **which)
     rows = [
         (parameter, tensor)
         for parameter in checkpoint.values()
@@ -191,10 +201,11 @@ def ls(
 )
 @_format
 @_tag
+@_patterns
 @options
-def tree(url: str, *, max_nodes: int, format_: str, tag: str | None, output: Output) -> None:
+def tree(url: str, *, max_nodes: int, format_: str, output: Output, **which: Any) -> None:
     """Draw the parameters of URL as a tree of their names."""
-    checkpoint = _open(url, output, format_=format_, tag=tag)
+    checkpoint = _open(url, output, format_=format_, **which)
     text = checkpoint.tree(max_nodes=max_nodes)
     if output.as_json:
         output.json({"url": checkpoint.url, "format": checkpoint.format, "tree": text.splitlines()})
@@ -226,6 +237,7 @@ def _request(output: Output, request: dict[str, Any]) -> dict[str, Any]:
     chosen = {
         "to": request["to"],
         "layout": None if layout is None else Layout.parse(layout),
+        "patterns": request["patterns"],
         "format": request["format_"],
         "tag": request["tag"],
         "states": request["states"] or None,
@@ -325,13 +337,16 @@ def convert(
 @click.option(
     "--against", metavar="URL", help="Also compare with this checkpoint, element by element."
 )
+@_patterns
 @options
-def verify(url: str, *, against: str | None, output: Output) -> None:
+def verify(url: str, *, against: str | None, patterns: str | None, output: Output) -> None:
     """Read every byte of URL and check it: checksums, digests, lost objects, replicas.
 
     Exits with 1 if anything is found.
     """
-    result = api.verify(url, against=against, storage_options=output.storage_options)
+    result = api.verify(
+        url, against=against, patterns=patterns, storage_options=output.storage_options
+    )
     if output.as_json:
         output.json(result.to_json())
     else:
@@ -344,11 +359,16 @@ def verify(url: str, *, against: str | None, output: Output) -> None:
 @click.argument("left")
 @click.argument("right")
 @click.option("--all", "show_all", is_flag=True, help="List equal states too.")
+@_patterns
 @options
-def diff(left: str, right: str, *, show_all: bool, output: Output) -> None:
+def diff(left: str, right: str, *, show_all: bool, patterns: str | None, output: Output) -> None:
     """Compare two checkpoints of any format, bit by bit. Exits with 1 if they differ."""
     result = api.diff(
-        left, right, left_options=output.storage_options, right_options=output.storage_options
+        left,
+        right,
+        patterns=patterns,
+        left_options=output.storage_options,
+        right_options=output.storage_options,
     )
     if output.as_json:
         output.json(result.to_json())

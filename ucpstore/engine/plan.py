@@ -165,9 +165,14 @@ def make_plan(
     """
     files = source.files()
     tasks = target.tasks()
+    rules = source.common.document.get("patterns")  # they decide what the source's elements are
     document = {
         "version": PLAN_VERSION,
-        "source": {"format": source.format, "files": [(f.name, f.nbytes, f.token) for f in files]},
+        "source": {
+            "format": source.format,
+            "files": [(f.name, f.nbytes, f.token) for f in files],
+            **({} if rules is None else {"patterns": rules}),
+        },
         "target": target.document(),
     }
     digest = hashlib.sha256(msgspec.json.encode(document, order="deterministic")).hexdigest()

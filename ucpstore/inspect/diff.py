@@ -15,7 +15,7 @@ from ucpstore.inspect.stream import block_bytes, blocks, in_parallel
 from ucpstore.layout.region import Region
 from ucpstore.text import printable
 
-__all__ = ["Diff", "StateDiff", "compare_documents", "compare_states", "diff_sources"]
+__all__ = ["Diff", "StateDiff", "compare_common", "compare_states", "diff_sources"]
 
 DIFF_VERSION = "1.0"
 Status = Literal["equal", "changed", "added", "removed", "shape", "dtype"]
@@ -139,7 +139,7 @@ def diff_sources(left: Source, right: Source) -> Diff:
         left=left.url,
         right=right.url,
         states=tuple(states),
-        common=tuple(compare_documents(left.common.document, right.common.document)),
+        common=tuple(compare_common(left.common, right.common)),
     )
 
 
@@ -225,6 +225,15 @@ def _max_abs(values: list[Arrays], largest: float | None) -> float | None:
     if not gaps.size:
         return largest
     return max(float(gaps.max()), 0.0 if largest is None else largest)
+
+
+def compare_common(left: CommonState, right: CommonState) -> Iterator[str]:
+    """Paths at which two common states differ; how parameters lie on ranks is not state."""
+    mine, theirs = (
+        {key: value for key, value in common.document.items() if key != "patterns"}
+        for common in (left, right)
+    )
+    yield from compare_documents(mine, theirs)
 
 
 def compare_documents(left: Any, right: Any, path: str = "") -> Iterator[str]:

@@ -10,7 +10,7 @@ from ucpstore.contracts import Arrays, CommonState, Source, StateSpec
 from ucpstore.digest import digest_reads
 from ucpstore.engine.sizes import format_bytes
 from ucpstore.errors import CorruptSourceError, IntegrityError, Kind, NotFoundError
-from ucpstore.inspect.diff import compare_documents, compare_states
+from ucpstore.inspect.diff import compare_common, compare_states
 from ucpstore.inspect.stream import all_states, block_bytes, in_parallel
 from ucpstore.layout.region import Region
 from ucpstore.text import printable
@@ -125,7 +125,7 @@ def _only_there(
     ]
     return found + [
         Finding(CommonState.FQN, "document", "differs", path)
-        for path in compare_documents(source.common.document, against.common.document)
+        for path in compare_common(source.common, against.common)
     ]
 
 

@@ -1,12 +1,13 @@
-"""Regular expressions over names, as frameworks write them into their checkpoints."""
+"""What a rule matches: templates, and regular expressions as frameworks write them into their checkpoints."""
 
 from __future__ import annotations
 
 import re
 
 from ucpstore.errors import Kind, PatternError
+from ucpstore.layout.names import Template
 
-__all__ = ["PrefixRegex"]
+__all__ = ["Matcher", "PrefixRegex", "exact_name", "exactly", "numbered"]
 
 _MAX_LENGTH = 1000
 _MAX_UNBOUNDED = 3
@@ -74,3 +75,43 @@ def _literal(pattern: str) -> str | None:
     body = pattern[1:-1]
     name = re.sub(r"\\(.)", r"\1", body)
     return name if re.escape(name) == body else None
+
+
+Matcher = Template | PrefixRegex
+
+_PLAIN = re.compile(r"[^*{}]{1,1000}")
+_NUMBER = re.compile(r"(?:(?<=\.)|^)(?:0|[1-9][0-9]{0,8})(?=\.|$)")
+"""A whole segment of a name: the number of a layer or an expert."""
+
+
+def exactly(name: str) -> Matcher:
+    """What matches one name only."""
+    return Template(name) if _PLAIN.fullmatch(name) else PrefixRegex(f"^{re.escape(name)}$")
+
+
+def exact_name(matcher: Matcher) -> str | None:
+    """The one name that it matches, if it is one."""
+    if isinstance(matcher, PrefixRegex):
+        return matcher.literal
+    return matcher.text if matcher.is_literal else None
+
+
+def numbered(name: str) -> Template | None:
+    """The template of all names that differ from this one in the numbers of layers and experts only.
+
+    Examples
+    --------
+    >>> numbered("model.layers.3.experts.7.weight")
+    Template('model.layers.{n}.experts.{n2}.weight')
+    """
+    if not _PLAIN.fullmatch(name):
+        return None
+    count = 0
+
+    def variable(_: re.Match[str]) -> str:
+        nonlocal count
+        count += 1
+        return "{n}" if count == 1 else f"{{n{count}}}"
+
+    text = _NUMBER.sub(variable, name)
+    return Template(text) if count else None

@@ -11,9 +11,9 @@ Examples
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import accumulate
+
+import numpy as np
 
 __all__ = ["balanced", "uniform"]
 
@@ -41,24 +41,20 @@ def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
     layers = len(weights)
     if layers <= stages:
         return uniform(layers, stages)
-    total = list(accumulate(weights, initial=0))
-    width = stages + 1
-    heaviest = [[math.inf] * width for _ in range(layers + 1)]
-    lightest = [[math.inf] * width for _ in range(layers + 1)]
-    cost = [[math.inf] * width for _ in range(layers + 1)]
-    start = [[0] * width for _ in range(layers + 1)]
-    heaviest[0][0] = cost[0][0] = 0
+    total = np.concatenate(([0.0], np.cumsum(weights, dtype=float)))
+    heaviest = np.full((layers + 1, stages + 1), np.inf)
+    lightest = np.full((layers + 1, stages + 1), np.inf)
+    start = np.zeros((layers + 1, stages + 1), int)
+    heaviest[0, 0] = 0
     for stop in range(1, layers + 1):
+        weight = total[stop] - total[:stop]  # of a stage that begins at any layer before
         for stage in range(1, min(stop, stages) + 1):
-            for first in range(stop):
-                weight = total[stop] - total[first]
-                most = max(heaviest[first][stage - 1], weight)
-                least = min(lightest[first][stage - 1], weight)
-                if cost[stop][stage] >= most - least:
-                    cost[stop][stage] = most - least
-                    heaviest[stop][stage], lightest[stop][stage] = most, least
-                    start[stop][stage] = first
+            most = np.maximum(heaviest[:stop, stage - 1], weight)
+            least = np.minimum(lightest[:stop, stage - 1], weight)
+            first = stop - 1 - int(np.argmin((most - least)[::-1]))  # the last of equals
+            heaviest[stop, stage], lightest[stop, stage] = most[first], least[first]
+            start[stop, stage] = first
     bounds = [layers]
     for stage in range(stages, 0, -1):
-        bounds.append(start[bounds[-1]][stage])
+        bounds.append(int(start[bounds[-1], stage]))
     return tuple(reversed(bounds))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, NamedTuple
 
-from ucpstore.errors import Kind, PatternError, listing
+from ucpstore.errors import Kind, PatternError
 from ucpstore.layout.explicit import Explicit
 from ucpstore.layout.geometry import Geometry
 from ucpstore.layout.matching import PrefixRegex
@@ -23,10 +22,9 @@ from ucpstore.layout.patterns import (
     ShardNC,
     describe,
     even_widths,
-    pattern_from_json,
 )
 
-__all__ = ["AXIS", "Held", "Padding", "Rule", "United", "for_any_degree", "rule_from_json"]
+__all__ = ["AXIS", "Held", "Padding", "Rule", "United", "for_any_degree"]
 
 AXIS = "tp"
 _Shape = tuple[int, ...]
@@ -194,21 +192,29 @@ class Rule:
         PatternError
             The rule does not fit.
         """
-        axis = Axis(AXIS, degree, _on(self.tp, degree))
-        if self.pad is None:
-            return Held(shape, (axis,))
-        if self.pad.dim >= len(shape) or shape[self.pad.dim] != self.pad.true_size:
+        tp, pad = _on(self.tp, degree), self.pad
+        axes: tuple[Axis, ...] = (Axis(AXIS, degree, tp),)
+        if pad is not None:
+            if pad.dim >= len(shape) or shape[pad.dim] != pad.true_size:
+                raise PatternError(
+                    f"the rule of {fqn!r} pads dim {pad.dim} of {pad.true_size} indices, but the shape is"
+                    f" {list(shape)}.",
+                    kind=Kind.SHAPE,
+                    fqn=fqn,
+                )
+            size = pad.padded(fqn, degree)
+            if size > pad.true_size:
+                shape = (*shape[: pad.dim], size, *shape[pad.dim + 1 :])
+                axes = (Axis("pad", 1, Pad(pad.dim, pad.true_size)), *axes)
+        try:
+            tp.split(shape, degree)
+        except PatternError as error:
             raise PatternError(
-                f"the rule of {fqn!r} pads dim {self.pad.dim} of {self.pad.true_size} indices, but the shape is"
-                f" {list(shape)}.",
-                kind=Kind.SHAPE,
+                f"{fqn!r} on {degree} tensor-parallel ranks: {error.message}",
+                kind=error.kind,
                 fqn=fqn,
-            )
-        size = self.pad.padded(fqn, degree)
-        padded = (*shape[: self.pad.dim], size, *shape[self.pad.dim + 1 :])
-        if size == self.pad.true_size:
-            return Held(shape, (axis,))
-        return Held(padded, (Axis("pad", 1, Pad(self.pad.dim, self.pad.true_size)), axis))
+            ) from error
+        return Held(shape, axes)
 
     def observed(self, fqn: str, shapes: Sequence[_Shape]) -> Held:
         """What the ranks hold together, by the shapes of their local tensors, in rank order.
@@ -341,73 +347,3 @@ def _unfit(fqn: str, tp: Pattern, shapes: Sequence[_Shape], expected: str) -> Pa
         kind=Kind.SHAPE,
         fqn=fqn,
     )
-
-
-_SHORT = re.compile(r"(?P<name>[a-z_]+)(?:\((?P<argument>\d{1,3}|first|equal)\))?")
-
-
-def rule_from_json(document: object, what: str) -> Rule:
-    """The rule of a normal form, or of a table that people write.
-
-    Raises
-    ------
-    PatternError
-        The document is none; ``what`` names it.
-    """
-    if not isinstance(document, Mapping):
-        raise PatternError(f"{what} is {document!r:.80}, expected a table.", kind=Kind.MALFORMED)
-    unknown = document.keys() - {"match", "regex", "tp", "pad", "min_ndim", "origin"}
-    if unknown:
-        raise PatternError(
-            f"{what}: unknown {listing(sorted(map(str, unknown)))}.", kind=Kind.MALFORMED
-        )
-    match = [Template(text) for text in _texts(document.get("match", ()), what)]
-    regexes = [PrefixRegex(text) for text in _texts(document.get("regex", ()), what)]
-    if not match and not regexes:
-        raise PatternError(f"{what} matches no name: expected match = ...", kind=Kind.MALFORMED)
-    ndim, origin = document.get("min_ndim", 0), document.get("origin", "")
-    if type(ndim) is not int or not isinstance(origin, str):
-        raise PatternError(
-            f"{what}: min_ndim is {ndim!r:.80}, origin {origin!r:.80}; expected a number and a text.",
-            kind=Kind.MALFORMED,
-        )
-    tp, pad = _pattern(document.get("tp"), what), _padding(document.get("pad"), what)
-    return Rule((*match, *regexes), tp, pad, ndim, origin)
-
-
-def _pattern(value: object, what: str) -> Pattern:
-    """A pattern from its normal form, or from words such as ``shard(1)`` and ``replicate(first)``."""
-    if isinstance(value, str):
-        short = _SHORT.fullmatch(value)
-        if short is None:
-            raise PatternError(
-                f"{what}: tp is {value!r:.80}, expected such as 'replicate' or 'shard(0)', or a table.",
-                kind=Kind.MALFORMED,
-            )
-        argument = short["argument"]
-        fields: dict[str, Any] = {}
-        if argument is not None:
-            fields = {"dim": int(argument)} if argument.isdecimal() else {"rule": argument}
-        value = {"pattern": short["name"], **fields}
-    if not isinstance(value, Mapping):
-        raise PatternError(f"{what}: tp is {value!r:.80}, expected a pattern.", kind=Kind.MALFORMED)
-    return pattern_from_json(value)
-
-
-def _padding(value: object, what: str) -> Padding | None:
-    if value is None:
-        return None
-    numbers = value.values() if isinstance(value, Mapping) else ()
-    if not isinstance(value, Mapping) or any(type(number) is not int for number in numbers):
-        raise PatternError(f"{what}: pad is {value!r:.80}, expected sizes.", kind=Kind.MALFORMED)
-    try:
-        return Padding(**value)
-    except TypeError as error:
-        raise PatternError(f"{what}: pad: {error}.", kind=Kind.MALFORMED) from error
-
-
-def _texts(value: object, what: str) -> list[str]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise PatternError(f"{what} matches {value!r:.80}, expected names.", kind=Kind.MALFORMED)
-    return list(texts)

@@ -38,23 +38,21 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from typing import Any
 
-from ucpstore.errors import Kind, PatternError, close_names, listing
+from ucpstore.errors import Kind, PatternError, listing
 from ucpstore.layout.geometry import Geometry
-from ucpstore.layout.matching import PrefixRegex
+from ucpstore.layout.matching import Matcher, PrefixRegex, exact_name, exactly, numbered
 from ucpstore.layout.names import Template
 from ucpstore.layout.patterns import Axis, Replicate
-from ucpstore.layout.rule import AXIS, Held, Padding, Rule, United, rule_from_json
+from ucpstore.layout.presets import ORIGIN, preset_document, preset_names
+from ucpstore.layout.rule import AXIS, Held, Padding, Rule, United
+from ucpstore.layout.ruletext import rule_from_json
 
 __all__ = ["Held", "Padding", "Patterns", "PrefixRegex", "Rule", "United"]
 
 VERSION = "1.0"
-_PRESETS = "presets"
-_OF_PRESET = "preset "
 _Shape = tuple[int, ...]
-_Matcher = Template | PrefixRegex
 
 
 @dataclass(frozen=True)
@@ -67,17 +65,17 @@ class Patterns:
     """
 
     rules: tuple[Rule, ...] = ()
-    _exact: dict[str, list[tuple[int, _Matcher]]] = field(
+    _exact: dict[str, list[tuple[int, Matcher]]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    _general: list[tuple[int, _Matcher]] = field(
+    _general: list[tuple[int, Matcher]] = field(
         init=False, repr=False, compare=False, default_factory=list
     )
 
     def __post_init__(self) -> None:
         for index, rule in enumerate(self.rules):
             for one in rule.match:
-                name = _literal(one)
+                name = exact_name(one)
                 if name is None:
                     self._general.append((index, one))
                 else:
@@ -90,7 +88,7 @@ class Patterns:
         """These rules, and where none of them matches, the others."""
         return Patterns(self.rules + other.rules)
 
-    def matching(self, fqn: str) -> list[tuple[Rule, _Matcher]]:
+    def matching(self, fqn: str) -> list[tuple[Rule, Matcher]]:
         """Everything that matches a name, in order of the rules; exact names cost no scan."""
         found = [(index, one) for index, one in self._general if one.match(fqn) is not None]
         found = sorted([*self._exact.get(fqn, ()), *found], key=lambda entry: entry[0])
@@ -150,8 +148,21 @@ class Patterns:
             f"the rule for {listing([str(one) for one in rule.match], cap=3)} ({rule.tp}) is for no parameter of the"
             " checkpoint."
             for rule in unused
-            if not (rule.origin.startswith(_OF_PRESET) and rule.origin in origins)
+            if not (rule.origin.startswith(ORIGIN) and rule.origin in origins)
         ]
+
+    def compact(self, names: Mapping[str, int]) -> Patterns:
+        """The same rules for the parameters (name -> number of dims), exact names by layer number.
+
+        ``layers.0.norm.weight``, ``layers.1.norm.weight``, ... become ``layers.{n}.norm.weight`` where all
+        parameters of such a name follow one rule. AutoTP lists every parameter of a model.
+        """
+        owners: dict[Template, set[int]] = {}
+        for fqn, ndim in names.items():
+            template, rule = numbered(fqn), self.find(fqn, ndim)
+            if template is not None:
+                owners.setdefault(template, set()).add(id(rule))
+        return Patterns(tuple(_compact(rule, owners, names) for rule in self.rules))
 
     def to_json(self) -> dict[str, Any]:
         """Normal form: see ``schemas/patterns.schema.json``."""
@@ -224,31 +235,24 @@ class Patterns:
 
     @classmethod
     def preset(cls, name: str) -> Patterns:
-        """Rules that come with the package, for a family of models; see `presets`.
+        """Rules that come with the package, for a family of models; see `ucpstore.layout.presets`.
+
+        Parameters
+        ----------
+        name : str
+            One of `presets`, with the values of its variables: ``hf-phi3,group=4``.
 
         Raises
         ------
         PatternError
-            There is none of this name.
+            There is none of this name, or a variable lacks a value.
         """
-        known = cls.presets()
-        if name not in known:
-            raise PatternError(
-                f"no preset of patterns is called {name!r}: there are {', '.join(known)}.",
-                kind=Kind.NOT_FOUND,
-                hint=close_names(name, known),
-            )
-        folder = resources.files("ucpstore.layout") / _PRESETS
-        found = cls.parse((folder / f"{name}.toml").read_text(encoding="utf-8"))
-        origin = f"{_OF_PRESET}{name}"
-        return cls(tuple(replace(rule, origin=origin) for rule in found.rules))
+        return cls.from_json(preset_document(name))
 
     @staticmethod
-    def presets() -> list[str]:
+    def presets() -> tuple[str, ...]:
         """Names of all presets."""
-        folder = resources.files("ucpstore.layout") / _PRESETS
-        names = (entry.name for entry in folder.iterdir())
-        return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+        return preset_names()
 
     @classmethod
     def of(cls, value: Patterns | str | os.PathLike[str] | None) -> Patterns:
@@ -271,8 +275,12 @@ class Patterns:
         return cls.read(text)
 
 
-def _literal(one: _Matcher) -> str | None:
-    """The one name that it matches, if it is one."""
-    if isinstance(one, PrefixRegex):
-        return one.literal
-    return one.text if one.is_literal else None
+def _compact(rule: Rule, owners: Mapping[Template, set[int]], names: Mapping[str, int]) -> Rule:
+    found: dict[Matcher, None] = {}
+    for one in rule.match:
+        name = exact_name(one)
+        if name is not None:
+            template = numbered(name) if name in names else None
+            one = exactly(name) if template is None or owners[template] != {id(rule)} else template
+        found[one] = None
+    return replace(rule, match=tuple(found))

@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ucpstore.claims import COMMIT
-from ucpstore.contracts import Arrays, CommonState, Detection, Fragment, SourceFile, StateSpec
+from ucpstore.contracts import (
+    Arrays,
+    CommonState,
+    Detection,
+    Fragment,
+    ParameterSpec,
+    SourceFile,
+    StateSpec,
+)
 from ucpstore.errors import (
     CheckpointNotFoundError,
     LayoutError,
@@ -70,12 +78,7 @@ class StoreSource:
         self.common = _with_patterns(hierarchy.common, patterns)
         parallelism = self.attributes.source.get("parallelism")
         self.parallelism: Mapping[str, Any] = parallelism if isinstance(parallelism, dict) else {}
-        ndims = {
-            fqn: max(len(state.shape) for state in parameter.states.values())
-            for fqn, parameter in self.parameters.items()
-            if parameter.states
-        }
-        self.warnings: Sequence[str] = (patterns or Patterns()).warnings(ndims)
+        self.warnings: Sequence[str] = _unused(patterns, self.parameters)
         self._metadata = hierarchy.metadata
         self._places = hierarchy.places
         self._root: list[SourceFile] | None = None
@@ -249,6 +252,16 @@ def _with_patterns(common: CommonState, patterns: Patterns | None) -> CommonStat
     kept = Patterns.from_json(common.document.get("patterns", {}))
     document = {**common.document, "patterns": (patterns + kept).to_json()}
     return CommonState(document, common.tensors)
+
+
+def _unused(patterns: Patterns | None, parameters: Mapping[str, ParameterSpec]) -> Sequence[str]:
+    if not patterns:
+        return ()
+    shapes = {
+        fqn: [len(state.shape) for state in parameter.states.values()]
+        for fqn, parameter in parameters.items()
+    }
+    return patterns.warnings({fqn: max(ndims, default=0) for fqn, ndims in shapes.items()})
 
 
 def zarr_group(files: Files) -> zarr.Group:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, overload
 
+from ucpstore.claims import STAGING
 from ucpstore.commit import LoggedTarget
 from ucpstore.contracts import Arrays, ParameterSpec, Record, Source, Task
 from ucpstore.digest import TileDigest, merge
@@ -182,9 +183,12 @@ class ZarrTarget(LoggedTarget):
     def _strays(self) -> Sequence[str]:
         wanted = {task.key for task in self.tasks()}
         wanted |= {f"{array.path}/{ROOT}" for array in self._arrays}
-        return [
+        strays = [
             name for name in self._objects() if name not in wanted and not name.endswith(f"/{ROOT}")
         ]
+        if self.is_local:
+            strays += [stat.name for stat in self._files.list(STAGING)]
+        return strays
 
     def _reveal(self, records: Mapping[int, Record]) -> None:
         digests = self._digests(records)

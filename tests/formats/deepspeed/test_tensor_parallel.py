@@ -12,6 +12,7 @@ import pytest
 from tests.deepspeed_runs import copy_run, deepspeed_run
 from tests.formats.deepspeed.synthetic import edit
 from tests.formats.deepspeed.test_real_runs import bits, open_run, read, truth_of
+from tests.schemas import validate
 from ucpstore.errors import (
     CorruptSourceError,
     IntegrityError,
@@ -52,6 +53,20 @@ def test_lists_alone_give_the_same(tmp_path: Path, name: str) -> None:
     whole = open_run(deepspeed_run(name))
     for fqn, parameter in source.parameters.items():
         assert parameter.pattern == whole.parameters[fqn].pattern
+
+
+def test_autotps_exact_names_become_a_few_rules() -> None:
+    source = open_run(deepspeed_run("tp2-s1-fp32-dp2"))
+    document = validate(source.common.document["patterns"], "patterns")
+    assert [rule["tp"] for rule in document["rules"]] == [
+        {"pattern": "replicate"},
+        {"pattern": "shard", "dim": 1},
+        {"pattern": "shard", "dim": 0},
+    ]
+    assert document["rules"][1]["match"] == [
+        "model.layers.{n}.mlp.down_proj.weight",
+        "model.layers.{n}.self_attn.o_proj.weight",
+    ]
 
 
 @pytest.mark.parametrize("name", TP_RUNS)

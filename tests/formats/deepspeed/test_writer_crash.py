@@ -440,6 +440,7 @@ def test_training_goes_on_in_a_converted_folder(source: Source, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("tag", [TAG, "global_step9"])
+@pytest.mark.parametrize("latest", [True, False], ids=["saved", "still being saved"])
 @pytest.mark.parametrize("late", [False, True], ids=["while files are written", "under the seal"])
 def test_a_checkpoint_that_is_saved_meanwhile_is_not_replaced(
     source: Source,
@@ -447,15 +448,20 @@ def test_a_checkpoint_that_is_saved_meanwhile_is_not_replaced(
     monkeypatch: pytest.MonkeyPatch,
     tag: str,
     late: bool,
+    latest: bool,
 ) -> None:
+    """DeepSpeed writes the folder's files one by one, and `latest` last."""
     folder = tmp_path / "c"
-    saved = {f"{tag}/mp_rank_00_model_states.pt": b"precious", "latest": tag.encode()}
+    saved = {f"{tag}/mp_rank_00_model_states.pt": b"precious"}
+    if latest:
+        saved["latest"] = tag.encode()
 
     def save() -> None:
         (folder / tag).mkdir()
         for name, data in saved.items():
             (folder / name).write_bytes(data)
 
+    live: Any = source
     if late:
         settle = DeepSpeedTarget._settle
 
@@ -464,13 +470,34 @@ def test_a_checkpoint_that_is_saved_meanwhile_is_not_replaced(
             settle(self)
 
         monkeypatch.setattr(DeepSpeedTarget, "_settle", settle_late)
-        live: Any = source
     else:
         live = Interrupting(source, save, folder)
-    with pytest.raises(AlreadyExistsError):
+    if not latest and tag != TAG:  # it is in nobody's way
+        assert convert(live, LocalFiles(str(folder))).committed
+        assert {name: contents(folder)[name] for name in saved} == saved
+        return
+    with pytest.raises(AlreadyExistsError, match="belongs to something else"):
         convert(live, LocalFiles(str(folder)))
     found = contents(folder)
+    if not late or tag == TAG:
+        assert found == saved
+    if not late:
+        assert ucpstore.abandon(folder) is not None
     assert {name: found[name] for name in saved} == saved
+
+
+def test_a_tag_that_was_taken_away_is_made_again(
+    source: Source, reference: dict[Layout, dict[str, bytes]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "c"
+    for _ in range(2):
+        assert convert(source, LocalFiles(str(folder))).tasks_done == 6
+        assert contents(folder) == reference[LAYOUT]
+        shutil.rmtree(folder / TAG)
+    (folder / "latest").write_text("global_step4")
+    with pytest.raises(AlreadyExistsError, match="global_step4"):
+        convert(source, LocalFiles(str(folder)))
+    assert contents(folder) == {"latest": b"global_step4"}
 
 
 # ------------------------------------------------------------------- what dead plans leave
@@ -507,6 +534,16 @@ def test_the_same_plan_goes_on_with_what_it_left_when_it_was_abandoned(
     report = convert(source, files)
     assert (report.tasks_done, report.tasks_resumed) == (0, 6)
     assert contents(tmp_path / "c") == reference[LAYOUT]
+
+
+def test_a_store_is_made_where_a_native_plan_was_abandoned(source: Source, tmp_path: Path) -> None:
+    written(source, LocalFiles(str(tmp_path / "c")))
+    assert ucpstore.abandon(tmp_path / "c")
+    path = deepspeed_run("s2-bf16-dp2").path
+    for name in ("c", "d"):
+        assert ucpstore.convert(path, tmp_path / name).committed
+    assert contents(tmp_path / "c") == contents(tmp_path / "d")
+    require_tidy(tmp_path / "c")
 
 
 def test_files_that_were_moved_count_as_stored(source: Source, moved: Path) -> None:

@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ucpstore
-from tests.deepspeed_runs import Run, deepspeed_run
+from tests.deepspeed_runs import Run, copy_run, deepspeed_run
 from tests.formats.deepspeed.native import differences, patterns_of, write
+from tests.formats.deepspeed.synthetic import edit
 from tests.formats.deepspeed.test_real_runs import bits, read
 from tests.schemas import validate
 from ucpstore import Layout
@@ -199,6 +200,66 @@ def test_there_and_back_gives_the_same_files(tmp_path: Path) -> None:
     assert found == {UNWRITTEN: "missing"}
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["frozen-s2-bf16-dp2", "tied-s3-fp32-dp2"])
+def test_frozen_and_tied_parameters_are_cut_too(name: str, stage: int, tmp_path: Path) -> None:
+    source = open_source(deepspeed_run(name).path)
+    patterns = Patterns.parse('[[rule]]\nmatch = "**"\ntp = "shard(0)"\n')
+    target = write(source, tmp_path, Layout(tp=2, dp=2, zero_stage=stage), patterns)
+    back = open_source(tmp_path)
+    same_states(source, back)
+    for fqn, parameter in source.parameters.items():
+        assert back.parameters[fqn].aliases == parameter.aliases
+        assert back.parameters[fqn].trainable == parameter.trainable
+    frozen = [fqn for fqn, parameter in source.parameters.items() if not parameter.trainable]
+    assert any("buffer" not in source.parameters[f].states for f in frozen) == ("frozen" in name)
+    prefix = "zero_pp_rank_1_" if stage == 3 else ""
+    file = tmp_path / target.recipe.tag / f"{prefix}mp_rank_01_model_states.pt"
+    content = torch.load(file, weights_only=False)
+    for fqn, shape in (content["frozen_param_shapes"] or {}).items():
+        whole = source.parameters[fqn].states["weight"].shape
+        assert tuple(shape) == (whole[0] // 2, *whole[1:])
+
+
+def test_rows_that_pad_a_vocabulary_are_zero_and_dropped_again(tmp_path: Path) -> None:
+    source = open_source(deepspeed_run("tp2-s1-fp32-dp2").path)
+    pad = '[[rule]]\nmatch = "lm_head.weight"\ntp = "shard(0)"\n'
+    pad += "pad = {dim = 0, true_size = 40, multiple = 16}\n"
+    for stage in (1, 3):
+        path = tmp_path / str(stage)
+        layout = Layout(tp=2, dp=2, zero_stage=stage)
+        target = write(source, path, layout, Patterns.parse(pad))
+        assert target.recipe.universal is not None
+        assert target.recipe.universal["padded_vocab_size"] == 64
+        assert target.recipe.universal["original_vocab_size"] == 40
+        assert "^lm_head\\.weight$" not in target.recipe.universal["affine_map"]["params"]
+        same_states(source, open_source(path))
+    weights = [
+        torch.load(tmp_path / f"1/global_step3/mp_rank_0{rank}_model_states.pt", weights_only=False)
+        for rank in (0, 1)
+    ]
+    last = weights[1]["module"]["lm_head.weight"]
+    assert (weights[0]["module"]["lm_head.weight"].shape, last.shape) == ((32, 24), (32, 24))
+    assert last[:8].ne(0).all()
+    assert not last[8:].any()
+
+
+def test_entries_of_layers_that_are_no_tensors_are_kept(tmp_path: Path) -> None:
+    run = copy_run(deepspeed_run("pp2-s1-fp32-dp2"), tmp_path)
+
+    def add(content: dict[str, Any]) -> None:
+        content["_extra_state"] = {"amax": [1.0, torch.arange(3)]}
+
+    edit(run.tag_path / "layer_05-model_states.pt", add)
+    target = write(open_source(run.path), tmp_path / "c", layout_of(run, pp=1))
+    tag = tmp_path / "c" / target.recipe.tag
+    content = torch.load(tag / "layer_05-model_00-model_states.pt", weights_only=False)
+    assert content["_extra_state"]["amax"][0] == 1.0
+    assert content["_extra_state"]["amax"][1].tolist() == [0, 1, 2]
+    other = torch.load(tag / "layer_03-model_00-model_states.pt", weights_only=False)
+    assert "_extra_state" not in other
+
+
 # ------------------------------------------------------------------- random layouts
 
 
@@ -315,8 +376,8 @@ def test_random_models_lie_on_all_ranks_and_padding_is_zero(
 def test_partitions_are_deepspeeds_own() -> None:
     random = np.random.default_rng(3)
     cases = [
-        ([int(n) for n in random.choice([0, 0, 1, 7, 7, 30], random.integers(1, 13))], stages)
-        for stages in (1, 2, 3, 4, 5)
+        ([int(n) for n in random.choice([0, 0, 1, 7, 7, 30], random.integers(1, 25))], stages)
+        for stages in (1, 2, 3, 4, 5, 8)
         for _ in range(20)
     ]
     code = (
@@ -371,6 +432,12 @@ def test_a_head_without_a_file_is_on_the_last_stage() -> None:
     assert "tied=embed" in warning
 
 
+def test_a_pipeline_of_which_nothing_is_known_but_names() -> None:
+    made = make_pipeline(NUMELS, None, Layout())
+    assert made.files[0] == made.files[7] == "tied_modules.embed."
+    assert any("tied=embed" in text for text in made.warnings)
+
+
 def test_what_the_user_says_of_tied_layers_counts() -> None:
     layout = Layout(pp=4, partition="uniform", layers=8, tied={"embed": [0, 4]})
     made = make_pipeline(NUMELS, facts([[2, 3], [5, 6]], [0], [0, 1]), layout)
@@ -415,6 +482,7 @@ def test_a_number_of_layers_that_matters_is_told() -> None:
     [
         (None, Layout(pp=2, layers=5), "at least 7"),
         (None, Layout(pp=2, stages=(0, 9)), "starts at layer 9"),
+        (None, Layout(pp=2, layers=10**9), "at most 10000"),
         (None, Layout(pp=2, tied={"head": [0, 1]}), "no tied module"),
         (None, Layout(pp=2, tied={"embed": [2, 7]}), "parameters of its own"),
         (facts([[2], [3], [5, 6]], [0], [0, 1]), Layout(pp=2), "which layers use"),
@@ -488,6 +556,12 @@ def test_the_plan_of_the_command_line(tmp_path: Path) -> None:
     ).to_json()
     validate(plan, "plan")
     assert plan["target"]["layout"]["stages"] == [0, 3]
+    for name in ("tp2-s3-fp32-dp2", "pp2-tp2-s1-fp32-dp1"):
+        path = deepspeed_run(name).path
+        layout = Layout(tp=2, dp=3, zero_stage=1)
+        other = ucpstore.plan(path, tmp_path / "c", to="deepspeed", layout=layout).to_json()
+        validate(other, "plan")
+        assert other["target"]["layout"]["ucp_info"]["slices"][1]["parameters"]
     assert plan["target"]["layout"]["ucp_info"]["pipeline"]["bounds"] == [0, 3, 8]
 
 

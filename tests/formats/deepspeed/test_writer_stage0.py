@@ -209,6 +209,18 @@ def test_fp32_without_zero_from_bf16(tmp_path: Path) -> None:
             assert resumed.run.tensor(state, fqn).tobytes() == run.tensor(state, fqn).tobytes()
 
 
+@pytest.mark.parametrize("name", ["tp2-s3-fp32-dp2", "tp2-s0-bf16-dp1"])
+def test_tensor_parallel_runs_go_on_whole(name: str, tmp_path: Path) -> None:
+    run = deepspeed_run(name)
+    path = convert(run.path, tmp_path / "c", Layout(dp=2, zero_stage=0))
+    resumed = resume_run(name, path, tmp_path / "r", world=2, stage=0, dtype=run.case.dtype)
+    for key, value in resumed.run.tensors().items():
+        state, _, fqn = key.partition(":")
+        assert value.tobytes() == run.full(state, fqn).tobytes(), key
+    here = {key for key in run.tensors() if not key.startswith("client:")}
+    assert {key for key in resumed.run.tensors() if not key.startswith("client:")} == here
+
+
 # ------------------------------------------------------------------- BF16_Optimizer
 
 

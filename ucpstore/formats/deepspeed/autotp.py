@@ -17,7 +17,7 @@ from ucpstore.formats.deepspeed.checks import mapping_of
 from ucpstore.formats.deepspeed.universal import DEFAULT, VOCABULARY, prefixes, rules_of
 from ucpstore.layout.explicit import Explicit
 from ucpstore.layout.geometry import Geometry
-from ucpstore.layout.names import Template
+from ucpstore.layout.matching import Matcher, exactly
 from ucpstore.layout.patterns import Partial, Pattern, Replicate, Shard, ShardNC
 from ucpstore.layout.rule import Held, Padding, Rule, for_any_degree
 from ucpstore.layout.rules import Patterns
@@ -138,15 +138,15 @@ class TensorParallel:
         Parameters that lie otherwise than a general rule would cut them (whole attention heads dealt out
         unevenly, affine maps) get rules of their own.
         """
-        exact: dict[tuple[Pattern, Padding | None], list[Template]] = {}
+        exact: dict[tuple[Pattern, Padding | None], list[Matcher]] = {}
         for fqn, (held, pad) in self._seen.items():
             shape = _true_shape(held, pad)
             rule = self._in_force.find(fqn, len(shape))
             if rule is None or not _agrees(rule, fqn, shape, held):
                 key = (for_any_degree(held.tp), pad)
-                exact.setdefault(key, []).append(Template(fqn))
+                exact.setdefault(key, []).append(exactly(fqn))
         own = tuple(Rule(tuple(names), tp, pad) for (tp, pad), names in exact.items())
-        return Patterns(own) + self._in_force
+        return (Patterns(own) + self._in_force).compact(self._names)
 
     def warnings(self) -> list[str]:
         """Rules of the user's that are for no parameter."""
@@ -160,7 +160,7 @@ class TensorParallel:
         mapped = _match(self._by_map, fqn)
         if mapped is not None:
             tp = pattern_of(fqn, self._maps[mapped], shapes)
-            return Rule((Template(fqn),), tp, origin="affine_map")
+            return Rule((exactly(fqn),), tp, origin="affine_map")
         refused = None if self._degree == 1 else _match(self._refused, fqn)
         if refused is not None:
             reason = mapping_of(self._info[_REFUSED], _REFUSED)[refused]
@@ -172,7 +172,8 @@ class TensorParallel:
 
     def _listed(self, fqn: str, shapes: Sequence[tuple[int, ...]]) -> Rule | None:
         """The rule of the lists; what one of them says of the vocabulary comes on top of the others."""
-        _match(self._lists, fqn)
+        if self._degree > 1:
+            _match(self._lists, fqn)
         rule = self._lists.find(fqn, len(shapes[0]))
         if rule is None or rule.pad is None:
             return rule

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import xxhash
 
@@ -34,6 +34,7 @@ from ucpstore.io.base import Files, FileStat, Folder, check_name
 __all__ = ["DeepSpeedLog", "FolderTarget"]
 
 _BLOCK = 4 << 20
+_LATEST_LIMIT = 4096  # bytes of `latest` that are looked at
 _ANOTHER = (
     "Choose another destination. To add the result to a run, convert it elsewhere, move its folder there,"
     " and write the folder's name into `latest`."
@@ -59,30 +60,35 @@ class DeepSpeedLog(ClaimLog):
         }
         self._files.write(COMMIT, dump_json(document, COMMIT))
         if not self._files.create(LATEST, tag.encode()):
-            found = self._files.read(LATEST)
+            found = self._latest() or b""
             if found != tag.encode():
                 raise self._foreign(found)
 
     def _committed(self, digest: str) -> bool:
-        found = self._plan()
+        found, latest = self._document(), self._latest()
         if found is None:
-            if self._files.stat(LATEST) is not None:  # ours comes after the commit document
-                raise self._foreign(self._files.read(LATEST))
+            if latest is not None:  # ours comes after the commit document
+                raise self._foreign(latest)
             return False
-        if found != digest:
+        if found.get("plan_digest") != digest:
             raise AlreadyExistsError(
-                f"{self._files.url} holds a committed checkpoint of another plan: found {found}, expected"
-                f" {digest}.",
-                hint="Choose another destination: a checkpoint is never overwritten in place.",
+                f"{self._files.url} holds a committed checkpoint of another plan: found"
+                f" {found.get('plan_digest')}, expected {digest}.",
+                hint=_ANOTHER,
                 url=self._files.url,
             )
-        return self._files.stat(LATEST) is not None
+        tag = str(found.get("tag"))
+        if latest is not None and tag in self._files.folders():
+            return True
+        if latest not in (None, tag.encode()):  # trained on, and the tag was deleted since
+            raise self._foreign(latest)
+        return False
 
     def _is_visible(self) -> bool:
-        return self._plan() is not None and self._files.stat(LATEST) is not None
+        return self._document() is not None and self._latest() is not None
 
-    def _plan(self) -> str | None:
-        """The plan whose files lie in their place."""
+    def _document(self) -> Mapping[str, Any] | None:
+        """Which plan's files lie in their place, if any."""
         try:
             document = load_json(self._files.read(COMMIT))
         except CheckpointNotFoundError:
@@ -91,7 +97,13 @@ class DeepSpeedLog(ClaimLog):
             raise IntegrityError(
                 f"{self._files.url}/{COMMIT} is no JSON: {error}.", kind=Kind.MALFORMED
             ) from error
-        return str(document.get("plan_digest")) if isinstance(document, dict) else ""
+        return document if isinstance(document, dict) else {}
+
+    def _latest(self) -> bytes | None:
+        try:
+            return self._files.read(LATEST, 0, _LATEST_LIMIT)
+        except CheckpointNotFoundError:
+            return None
 
     def _foreign(self, latest: bytes) -> AlreadyExistsError:
         return AlreadyExistsError(
@@ -200,17 +212,16 @@ class FolderTarget(LoggedTarget):
 
     def _settle(self) -> None:
         """Put the tag's folder in its place, whole: one rename."""
-        if not self._folder.move(self._staging, self._tag):
-            # It is there: the run that sealed the claim died since, or another writer was faster.
-            # Files that were lost from it have been written anew.
-            here = {stat.name for stat in self._files.list(self._tag)}
+        there = not self._folder.move(self._staging, self._tag)
+        here = {stat.name for stat in self._files.list(self._tag)}
+        if strange := here - {task.key for task in self.tasks()}:
+            raise self._taken(f"found {listing(sorted(strange))} among the files of this plan")
+        if there:
+            # The run that sealed the claim died since, or another writer was faster. Files that
+            # were lost from the folder have been written anew.
             for task in self.tasks():
                 if task.key not in here:
                     self._folder.move(self._place(task), task.key)
-        strange = {stat.name for stat in self._files.list(self._tag)}
-        strange -= {task.key for task in self.tasks()}
-        if strange:
-            raise self._taken(f"found {listing(sorted(strange))} among the files of this plan")
         super()._settle()
 
     def _strays(self) -> Sequence[str]:

@@ -138,9 +138,9 @@ def _weight(recipe: Recipe, fqn: str, tp: int) -> tuple[str, Local, str]:
     return state, recipe.slices.local(fqn, tp), dtype
 
 
-def _module(recipe: Recipe, rank: ModelRank) -> OrderedDict[str, Tensor | View]:
-    """Weights, buffers and aliases; at stage 3 empty placeholders instead of weights."""
-    module: OrderedDict[str, Tensor | View] = OrderedDict()
+def _module(recipe: Recipe, rank: ModelRank) -> OrderedDict[str, Any]:
+    """Weights, buffers, aliases and entries that are no tensors; at stage 3 no weights but placeholders."""
+    module: OrderedDict[str, Any] = OrderedDict()
     views = flat_weights(recipe, rank)
     tensor: Tensor | View
     for fqn in rank.names:
@@ -158,15 +158,19 @@ def _module(recipe: Recipe, rank: ModelRank) -> OrderedDict[str, Tensor | View]:
                 tensor = _tensor(fqn, state, local, dtype)
         for name in (fqn, *parameter.aliases):
             module[name] = tensor
+    extras = recipe.framework.get("module_extras") or {}
+    for name, value in extras.items():
+        if recipe.pipeline is None or rank.pp in recipe.pipeline.stages(name):
+            module[name] = value
     return module
 
 
-def layer_file(recipe: Recipe, rank: ModelRank, layer: int) -> OrderedDict[str, Tensor | View]:
+def layer_file(recipe: Recipe, rank: ModelRank, layer: int) -> OrderedDict[str, Any]:
     """A layer file: its state dict with local names (``save_state_dict`` of ``runtime/pipe/module.py``)."""
     prefix = recipe.pipeline.files[layer] if recipe.pipeline is not None else ""
     return OrderedDict(
-        (name.removeprefix(prefix), tensor)
-        for name, tensor in _module(recipe, rank).items()
+        (name.removeprefix(prefix), tensors_in(value, recipe))
+        for name, value in _module(recipe, rank).items()
         if name.startswith(prefix)
     )
 

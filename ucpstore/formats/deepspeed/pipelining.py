@@ -17,9 +17,10 @@ from ucpstore.errors import Kind, PlanError, UnsupportedSourceError, listing
 from ucpstore.layout import partition
 from ucpstore.layout.parallel import Layout
 
-__all__ = ["Pipeline", "is_pipeline", "make_pipeline"]
+__all__ = ["TIED", "Pipeline", "is_pipeline", "make_pipeline"]
 
 TIED = "tied_modules."
+_MAX_LAYERS = 10_000
 _METHODS = ("parameters", "uniform")
 _NAME = re.compile(r"(?P<prefix>(?P<layer>\d+)\.|tied_modules\.(?P<key>[^.]+)\.)(?P<local>.+)")
 
@@ -202,7 +203,8 @@ def make_pipeline(numels: Mapping[str, int], facts: object, layout: Layout) -> P
     kept = layout.pp == len(known.stages)
     for key, layers_of in uses.items():
         held = holders[f"{TIED}{key}."]
-        if None in layers_of and layout.pp > 1 and not (kept and known.held.get(key) == held):
+        same = layout.pp == 1 or (kept and known.held.get(key) == held)
+        if None in layers_of and not (same and key in known.files):
             told = listing([layer for layer in layers_of if layer is not None])
             warnings.append(
                 f"the tied module {key!r} is taken to be used by layers {told} and the last one, as usual: no"
@@ -251,8 +253,12 @@ def _count(known: _Known, uses: Mapping[str, Sequence[int | None]], layout: Layo
             raise PlanError(
                 f"layout layers={layout.layers}: layer {least - 1} has parameters, expected at least {least}."
             )
-        return layout.layers
-    return least + any(None in found for found in uses.values())
+        least = layout.layers
+    else:
+        least += any(None in found for found in uses.values())
+    if least > _MAX_LAYERS:
+        raise PlanError(f"a pipeline of {least} layers: expected at most {_MAX_LAYERS}.")
+    return least
 
 
 def _bounds(

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ucpstore.contracts import CommonState, ParameterSpec, Source
-from ucpstore.errors import PlanError, UnsupportedSourceError, listing
+from ucpstore.errors import UnsupportedSourceError, listing
+from ucpstore.formats.deepspeed.decide import decide
 from ucpstore.formats.deepspeed.groups import is_dealt, read_groups, source_dtype
-from ucpstore.formats.deepspeed.pipelining import Pipeline, is_pipeline, make_pipeline
+from ucpstore.formats.deepspeed.pipelining import Pipeline, make_pipeline
 from ucpstore.formats.deepspeed.ranks import (
-    SUB_GROUP_SIZE,
     Group,
     ModelRank,
     Slices,
@@ -21,22 +21,13 @@ from ucpstore.formats.deepspeed.ranks import (
 )
 from ucpstore.formats.deepspeed.scaler import Scaler, decide_scaler
 from ucpstore.formats.deepspeed.states import MASTER
-from ucpstore.formats.deepspeed.tpinfo import (
-    UNIVERSAL,
-    describe_slices,
-    describes,
-    universal_info,
-)
+from ucpstore.formats.deepspeed.tpinfo import entry_for
 from ucpstore.formats.deepspeed.ucpinfo import Member
 from ucpstore.formats.deepspeed.wrapper import (
     FUSED,
     TORCH,
     UNFUSED,
-    accumulation_of,
     engine_class,
-    require_loadable,
-    section,
-    uses_fused_adam,
 )
 from ucpstore.formats.torchwrite import Part, Tensor
 from ucpstore.layout.parallel import Layout
@@ -239,8 +230,7 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         )
     config = framework.get("ds_config")
     config = config if isinstance(config, dict) else {}
-    layout, found = _decide(source, common, layout, config)
-    _check_layout(layout)
+    layout, found = decide(source, common, layout, config)
     own = source_dtype(source, config)
     scaler = decide_scaler(common, layout, config=config, own_dtype=own)
     wrapper = engine_class(layout, config, pipeline=bool(layout.pipeline))
@@ -278,7 +268,7 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         slices=slices,
         pipeline=pipeline,
         ranks=tuple(ranks),
-        universal=_universal(framework, slices),
+        universal=entry_for(framework, slices),
         parameters=source.parameters,
         common=common,
         tensors=source.common.tensors,
@@ -287,18 +277,6 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         warnings=(),
     )
     return replace(recipe, warnings=(*warnings, *_rng_warnings(recipe)))
-
-
-def _universal(framework: Mapping[str, Any], slices: Slices) -> dict[str, Any] | None:
-    """``universal_checkpoint_info``: the source's where it fits the slices, else one made from them."""
-    found = framework.get(UNIVERSAL)
-    optimizer = framework.get("optimizer")
-    if not isinstance(found, dict) and isinstance(optimizer, dict):
-        found = optimizer.get(UNIVERSAL)
-    if not isinstance(found, dict):
-        return describe_slices(slices) if slices.degree > 1 else None
-    info = universal_info(found, slices)
-    return info if describes(info, slices) else {**info, **describe_slices(slices)}
 
 
 def known_patterns(source: Source, patterns: Patterns | None) -> Patterns | None:
@@ -310,42 +288,6 @@ def known_patterns(source: Source, patterns: Patterns | None) -> Patterns | None
     return own if patterns is None else patterns + own
 
 
-def _check_layout(layout: Layout) -> None:
-    if layout.zero_stage != 0 and layout.fused_adam is not None:
-        raise PlanError(
-            f"layout fused_adam={str(layout.fused_adam).lower()}: found stage {layout.zero_stage}, expected 0: with"
-            " ZeRO all optimizers have the same files."
-        )
-    if layout.zero_stage == 0 and layout.pipeline:
-        raise PlanError(
-            "layout zero_stage=0 with a pipeline: pipelines are only written for stage 1 yet.",
-            hint="Choose zero_stage=1, or for a model that is no PipelineModule pipeline=false.",
-        )
-    if layout.zero_stage != 3 and layout.sub_group_size is not None:
-        raise PlanError(
-            f"layout sub_group_size={layout.sub_group_size}: only stage 3 has sub-groups."
-        )
-    if layout.pipeline and layout.zero_stage > 1:
-        raise PlanError(
-            f"layout zero_stage={layout.zero_stage} with a pipeline of {layout.pp} stages: DeepSpeed's PipelineEngine"
-            " takes stages 0 and 1 only.",
-            hint="Choose zero_stage=1, or for a model that is no PipelineModule pp=1.",
-        )
-    if layout.pp > 1 and not layout.pipeline:
-        raise PlanError(
-            f"layout pp={layout.pp} with pipeline=False: only a PipelineModule has stages."
-        )
-    given = [name for name in _OF_PIPELINES if getattr(layout, name) is not None]
-    if given and not layout.pipeline:
-        raise PlanError(
-            f"layout {listing(given)}: only a pipeline has layers.",
-            hint="Say pipeline=true if the model is a PipelineModule.",
-        )
-
-
-_OF_PIPELINES = ("layers", "stages", "partition", "tied")
-
-
 def _numels(source: Source, slices: Slices) -> dict[str, int]:
     """Trainable elements of everything on the first tensor-parallel rank."""
     return {
@@ -355,58 +297,27 @@ def _numels(source: Source, slices: Slices) -> dict[str, int]:
 
 
 def _without_lost(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The document without client entries that hold something that the source could not keep."""
-    client = document.get("client") or {}
-    lost = sorted(key for key, value in client.items() if _has_lost(value))
-    warnings = [f"the client's entry {key!r} could not be kept and is left out." for key in lost]
-    kept = {key: value for key, value in client.items() if key not in lost}
-    return {**document, "client": kept}, warnings
+    """The document without entries of client and module that hold what the source could not keep."""
+    warnings: list[str] = []
+    client = _kept(document.get("client") or {}, "the client's entry", warnings)
+    found = {**document, "client": client}
+    framework = document.get("framework")
+    if isinstance(framework, Mapping) and "module_extras" in framework:
+        extras = _kept(framework["module_extras"], "the module's entry", warnings)
+        found["framework"] = {**framework, "module_extras": extras}
+    return found, warnings
+
+
+def _kept(entries: Mapping[str, Any], what: str, warnings: list[str]) -> dict[str, Any]:
+    lost = sorted(key for key, value in entries.items() if _has_lost(value))
+    warnings += [f"{what} {key!r} could not be kept and is left out." for key in lost]
+    return {key: value for key, value in entries.items() if key not in lost}
 
 
 def _has_lost(value: Any) -> bool:
     if isinstance(value, Mapping):
         return "$opaque" in value or any(_has_lost(item) for item in value.values())
     return isinstance(value, list) and any(_has_lost(item) for item in value)
-
-
-def _decide(
-    source: Source, common: Mapping[str, Any], layout: Layout, config: Mapping[str, Any]
-) -> tuple[Layout, list[str]]:
-    """Fill in what the layout leaves to the source; and warnings."""
-    dtype = layout.dtype or source_dtype(source, config)
-    size = layout.sub_group_size or section(config, "zero_optimization").get("sub_group_size")
-    if layout.zero_stage == 3:
-        size = int(size) if isinstance(size, int | float) and size >= 1 else SUB_GROUP_SIZE
-    else:
-        size = layout.sub_group_size
-    warnings = []
-    accumulation = layout.grad_accum_dtype or accumulation_of(config)
-    if layout.zero_stage == 0 and layout.grad_accum_dtype is None and accumulation != dtype:
-        if accumulation is not None:
-            warnings.append(
-                f"the source's configuration has grad_accum_dtype {accumulation}, with which DeepSpeed does not run"
-                f" {dtype} without ZeRO: leave it out of the new configuration."
-            )
-        accumulation = None
-    fused = layout.fused_adam
-    if layout.zero_stage == 0 and dtype != "float32" and fused is None:
-        own = str(source.parallelism.get("optimizer_class"))
-        fused = uses_fused_adam(own, common["param_groups"], config)
-    pipeline = layout.pipeline
-    if pipeline is None:
-        facts = common["framework"].get("pipeline")
-        was = is_pipeline(source.parameters, source.parallelism, facts)
-        pipeline = layout.pp > 1 or (was and layout.zero_stage <= 1)
-    layout = replace(
-        layout,
-        pipeline=pipeline,
-        dtype=dtype,
-        sub_group_size=size,
-        grad_accum_dtype=accumulation,
-        fused_adam=None if dtype == "float32" else fused,
-    )
-    require_loadable(layout, pipeline=pipeline)
-    return layout, warnings
 
 
 def _frozen_warnings(source: Source, wrapper: str) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ucpstore.errors import PatternError
+from ucpstore.formats.deepspeed.pipelining import TIED
 from ucpstore.formats.deepspeed.ranks import Slices
 from ucpstore.formats.deepspeed.universal import rules_of
 from ucpstore.layout.kinds import Pad, Partial, Replicate, Shard, ShardNC
@@ -18,7 +19,7 @@ from ucpstore.layout.local import Local, local_tensors
 from ucpstore.layout.region import Region, row_major_strides
 from ucpstore.layout.rules import Patterns, PrefixRegex
 
-__all__ = ["UNIVERSAL", "describe_slices", "describes", "universal_info"]
+__all__ = ["UNIVERSAL", "describe_slices", "entry_for", "universal_info"]
 
 UNIVERSAL = "universal_checkpoint_info"
 _AFFINE = "affine_map"
@@ -28,6 +29,18 @@ _AUTOTP = "autotp_unsupported_parameter_patterns"
 """Only AutoTP writes this; with it (from 0.19.8 on) an affine map of every parameter."""
 _AFFINE_VERSION = 1
 _VERSION = 0.4
+
+
+def entry_for(framework: Mapping[str, Any], slices: Slices) -> dict[str, Any] | None:
+    """``universal_checkpoint_info``: the source's where it fits the slices, else one made from them."""
+    found = framework.get(UNIVERSAL)
+    optimizer = framework.get("optimizer")
+    if not isinstance(found, dict) and isinstance(optimizer, dict):
+        found = optimizer.get(UNIVERSAL)
+    if not isinstance(found, dict):
+        return describe_slices(slices) if slices.degree > 1 else None
+    info = universal_info(found, slices)
+    return info if _describes(info, slices) else {**info, **describe_slices(slices)}
 
 
 def universal_info(info: Mapping[str, Any], slices: Slices) -> dict[str, Any]:
@@ -51,7 +64,7 @@ def universal_info(info: Mapping[str, Any], slices: Slices) -> dict[str, Any]:
     return found
 
 
-def describes(info: Mapping[str, Any], slices: Slices) -> bool:
+def _describes(info: Mapping[str, Any], slices: Slices) -> bool:
     """Whether who follows the lists puts the slices together to what they were cut from."""
     if slices.degree == 1:
         return True
@@ -104,6 +117,9 @@ def describe_slices(slices: Slices) -> dict[str, Any]:
                     "original_vocab_size": axis.pattern.true_size,
                     _PADDED: held.shape[0],
                 }
+    tied = [_exactly(fqn) for fqn in slices.held if fqn.startswith(TIED)]
+    if tied:
+        lists["pipeline_replicated_parameter_patterns"] = tied
     found = {"universal_checkpoint_version": _VERSION, **lists, "parameter_with_sub_params": fused}
     return universal_info({**found, _AUTOTP: {}, **vocabulary}, slices)
 
