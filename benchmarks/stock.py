@@ -14,24 +14,28 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import ucpstore
 from benchmarks.stock_trial import DCP_ROUTES, Trial
 from tests.deepspeed_runs import Run, copy_run, deepspeed_run
 from tests.deepspeed_runs.compare import differences, tensors_of
 from tests.deepspeed_runs.resume import Resumed, continue_run
-from tests.test_matrix import MATRIX, convert, settings, words
+from tests.test_matrix import AUTOTP, CHAINS, EXACT, MATRIX, convert, settings, words
 from ucpstore.errors import UcpStoreError
+from ucpstore.layout.rules import Patterns
 
 __all__ = ["ROUTES", "Bench", "Outcome", "classify", "main"]
 
 ROOT = Path(__file__).parent.parent
 ROUTES = ("ucpstore", "universal", *DCP_ROUTES, "none")
 """Ways from a checkpoint to the target layout; ``none`` is loading it as it is."""
+CHAIN_ROUTES = ("ucpstore", "universal")
+"""Those that get as far as the other layout."""
 LAYER_01 = "a copy of the first layer's files named layer_01"
 """Without which `ds_to_universal` takes a pipeline whose second entry has no parameters for bogus: it counts
 Megatron's ``layer_01`` files (`deepspeed_checkpoint.py`, `_validate_folder`). A user would have to invent it."""
@@ -76,6 +80,10 @@ class Outcome:
     flags: tuple[str, ...] = ()
     as_built: str = ""
     seconds: float = 0.0
+
+
+Prepared = tuple[Path, Outcome | None, tuple[str, ...]]
+"""What the target loads; the outcome if making it failed already; the flags that a converter was given."""
 
 
 def classify(found: Mapping[str, set[str]]) -> str:
@@ -130,7 +138,7 @@ class Bench:
         self.work = work
         self.limit = limit
         self.server = Server()
-        self._ready: dict[tuple[str, str], tuple[Path, Outcome | None, tuple[str, ...]]] = {}
+        self._ready: dict[tuple[str, str], Prepared] = {}
         self._count = 0
 
     def ask(self, kind: str, **request: Any) -> dict[str, Any]:
@@ -146,34 +154,67 @@ class Bench:
     def outcome(self, name: str, target: Mapping[str, Any], rtol: float, route: str) -> Outcome:
         """Try one route for one row of the matrix."""
         run = deepspeed_run(name)
-        if route == "ucpstore":
-            try:
-                path = convert(run.path, self._folder(), target)
-            except UcpStoreError as error:
-                return Outcome("error", step="convert", error=described(error))
-            failed, flags = None, ()
-        else:
-            path, failed, flags = self._prepared(run, route)
+        path, failed, flags = self._prepared(run, target, route)
         if failed is not None:
             return failed
-        first, found = self._resume(run, path, target, rtol, route=route, noise=True)
-        as_built = ""
-        if first.word in ("partly", "silently wrong") and found is not None:
-            again, _ = self._resume(run, path, target, rtol, route=route, noise=False)
-            as_built = again.word
-        return replace(first, flags=flags, as_built=as_built)
+        outcome = with_second_trial(
+            lambda noise: self._resume(run, path, target, rtol, route=route, noise=noise)
+        )
+        return replace(outcome, flags=flags)
 
-    def _prepared(self, run: Run, route: str) -> tuple[Path, Outcome | None, tuple[str, ...]]:
-        """Return what the target loads, and the outcome if making it failed already."""
+    def chain(
+        self, name: str, there: Mapping[str, Any], back: Mapping[str, Any], route: str
+    ) -> Outcome:
+        """Try one route there, let DeepSpeed save there, and try the same route back."""
+        run = deepspeed_run(name)
+        path, failed, flags = self._prepared(run, there, route)
+        if failed is not None:
+            return failed
+
+        def attempt(noise: bool) -> Outcome:
+            saved = self._folder()
+            answer, _, _ = self._ask_resume(
+                run, path, there, route=route, noise=noise, further=0, save=str(saved)
+            )
+            if answer["ended"] != "ok":
+                return failure(answer, "load", flags)
+            between = replace(run, path=saved)
+            told: dict[str, Any] = {}
+            if name == AUTOTP:  # which says how it cuts parameters only where it does
+                rules = ucpstore.open(run.path).source.common.document["patterns"]
+                told = {"patterns": Patterns.from_json(rules)}
+            path_back, failed, more = (
+                self._universal(between)
+                if route == "universal"
+                else self._ucpstore(between, back, **told)
+            )
+            if failed is not None:
+                return failed
+            outcome = self._resume(run, path_back, back, EXACT, route=route, noise=noise)
+            return replace(outcome, flags=(*flags, *more))
+
+        return with_second_trial(attempt)
+
+    def _prepared(self, run: Run, target: Mapping[str, Any], route: str) -> Prepared:
         if route == "none":
             return run.path, None, ()
+        if route == "ucpstore":
+            return self._ucpstore(run, target)
         key = (run.case.name, route)
         if key not in self._ready:
-            make = self._universal if route == "universal" else self._dcp
-            self._ready[key] = make(run, route)
+            universal = route == "universal"
+            self._ready[key] = self._universal(run) if universal else self._dcp(run, route)
         return self._ready[key]
 
-    def _universal(self, run: Run, route: str) -> tuple[Path, Outcome | None, tuple[str, ...]]:
+    def _ucpstore(self, run: Run, target: Mapping[str, Any], **told: Any) -> Prepared:
+        folder = self._folder()
+        try:
+            return convert(run.path, folder, target, **told), None, ()
+        except UcpStoreError as error:
+            described = {"type": type(error).__name__, "message": str(error), "foreseen": True}
+            return folder, Outcome("error", step="convert", error=described), ()
+
+    def _universal(self, run: Run) -> Prepared:
         copied = copy_run(run, self._folder())
         source, target = str(copied.tag_path), f"{copied.tag_path}_universal"
         answer = self.ask("universal", source=source, target=target, flags=[])
@@ -191,7 +232,7 @@ class Bench:
         failed = None if answer["ended"] == "ok" else failure(answer, "convert", given)
         return copied.path, failed, given
 
-    def _dcp(self, run: Run, route: str) -> tuple[Path, Outcome | None, tuple[str, ...]]:
+    def _dcp(self, run: Run, route: str) -> Prepared:
         path = self._folder()
         answer = self.ask("save", name=run.case.name, route=route, target=str(path))
         return path, None if answer["ended"] == "ok" else failure(answer, "save"), ()
@@ -205,7 +246,26 @@ class Bench:
         *,
         route: str,
         noise: bool,
-    ) -> tuple[Outcome, Mapping[str, set[str]] | None]:
+    ) -> Outcome:
+        answer, folder, trial = self._ask_resume(run, path, target, route=route, noise=noise)
+        if answer["ended"] != "ok":
+            return failure(answer, "load")
+        resumed = Resumed(
+            tuple(json.loads((folder / "losses.json").read_text())),
+            Run(case=trial.case(run.case), path=path, truth_path=folder),
+        )
+        return compared(run, resumed, rtol, seconds=answer["seconds"])
+
+    def _ask_resume(
+        self,
+        run: Run,
+        path: Path,
+        target: Mapping[str, Any],
+        *,
+        route: str,
+        noise: bool,
+        **more: Any,
+    ) -> tuple[dict[str, Any], Path, Trial]:
         trial = Trial(
             load=str(path),
             name=run.case.name,
@@ -213,26 +273,25 @@ class Bench:
             noise=noise,
             config={"checkpoint": {"load_universal": True}} if route == "universal" else {},
             **settings(run, target),
+            **more,
         )
         folder = self._folder()
-        answer = self.server.ask(
-            {"kind": "resume", "folder": str(folder), "limit": self.limit, "trial": asdict(trial)}
-        )
-        if answer["ended"] != "ok":
-            return failure(answer, "load"), None
-        resumed = Resumed(
-            tuple(json.loads((folder / "losses.json").read_text())),
-            Run(case=trial.case(run.case), path=path, truth_path=folder),
-        )
-        return compared(run, resumed, rtol, seconds=answer["seconds"])
+        request = {"kind": "resume", "folder": str(folder), "trial": asdict(trial)}
+        return self.server.ask({**request, "limit": self.limit}), folder, trial
 
     def close(self) -> None:
         self.server.close()
 
 
-def compared(
-    run: Run, resumed: Resumed, rtol: float, *, seconds: float
-) -> tuple[Outcome, Mapping[str, set[str]]]:
+def with_second_trial(attempt: Callable[[bool], Outcome]) -> Outcome:
+    """Try with noise, and where that comes out wrong without an error, with the model as it was built."""
+    first = attempt(True)
+    if first.wrong:
+        return replace(first, as_built=attempt(False).word)
+    return first
+
+
+def compared(run: Run, resumed: Resumed, rtol: float, *, seconds: float) -> Outcome:
     """Compare as the test of the matrix does; ranks that disagree are a difference too."""
     try:
         found = differences(run, resumed, continue_run(run.case.name), rtol=rtol)
@@ -242,7 +301,7 @@ def compared(
     totals: dict[str, int] = {}
     for state, _ in tensors_of(run):
         totals[state] = totals.get(state, 0) + 1
-    return Outcome(classify(found), wrong=counts, of=totals, seconds=seconds), found
+    return Outcome(classify(found), wrong=counts, of=totals, seconds=seconds)
 
 
 def message(answer: Mapping[str, Any]) -> str:
@@ -256,10 +315,6 @@ def failure(answer: Mapping[str, Any], step: str, flags: tuple[str, ...] = ()) -
         return Outcome("silently wrong", step=step, error=error, seconds=answer["seconds"])
     word = "hang" if answer["ended"] == "hang" else "error"
     return Outcome(word, step=step, error=error, flags=flags, seconds=answer["seconds"])
-
-
-def described(error: UcpStoreError) -> dict[str, Any]:
-    return {"type": type(error).__name__, "message": str(error), "foreseen": True}
 
 
 # ------------------------------------------------------------------- report
@@ -280,16 +335,31 @@ def cell(outcome: Outcome) -> str:
     return text.replace("|", "/")
 
 
-def row_title(name: str, target: Mapping[str, Any]) -> str:
-    return f"{name} -> {words(target)}"
+def row_title(row: Mapping[str, Any]) -> str:
+    steps = [row["source"], words(row["target"])]
+    if "back" in row:
+        steps.append(words(row["back"]))
+    return " -> ".join(str(step) for step in steps)
+
+
+def all_rows() -> list[dict[str, Any]]:
+    """Return the rows of the matrix, and the chains there and back."""
+    rows: list[dict[str, Any]] = [
+        {"source": name, "target": target, "rtol": rtol} for name, target, rtol in MATRIX
+    ]
+    rows += [
+        {"source": name, "target": there, "back": back, "rtol": EXACT}
+        for name, there, back in CHAINS
+    ]
+    return rows
 
 
 def report(rows: Sequence[Mapping[str, Any]], routes: Sequence[str]) -> str:
     """Return the table in Markdown."""
     lines = ["| source -> target | " + " | ".join(routes) + " |", "|---" * (len(routes) + 1) + "|"]
     for row in rows:
-        cells = [cell(row["outcomes"][route]) for route in routes]
-        lines.append(f"| {row_title(row['source'], row['target'])} | " + " | ".join(cells) + " |")
+        cells = [cell(row["outcomes"][r]) if r in row["outcomes"] else "" for r in routes]
+        lines.append(f"| {row_title(row)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -319,17 +389,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="rows whose title contains this text")
     parser.add_argument("--work", type=Path, help="keep what is made, and the logs, here")
     args = parser.parse_args(arguments)
-    chosen = [row for row in MATRIX if args.only in row_title(row[0], row[1])]
+    if args.work and args.work.exists() and any(args.work.iterdir()):
+        parser.error(f"--work {args.work}: there are files in it, of other trials perhaps")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="ucpstore-stock-") as temporary:
-        bench = Bench(args.work or Path(temporary))
-        for name, target, rtol in chosen:
-            outcomes: dict[str, Outcome] = {}
+        bench = Bench((args.work or Path(temporary)).resolve())
+        for row in all_rows():
+            if args.only not in row_title(row):
+                continue
+            outcomes = row["outcomes"] = {}
+            rows.append(row)
             for route in args.routes:
-                outcomes[route] = bench.outcome(name, target, rtol, route)
-                title = f"{row_title(name, target)}, {route}"
+                if "back" not in row:
+                    outcomes[route] = bench.outcome(
+                        row["source"], row["target"], row["rtol"], route
+                    )
+                elif route in CHAIN_ROUTES:
+                    outcomes[route] = bench.chain(row["source"], row["target"], row["back"], route)
+                else:
+                    continue
+                title = f"{row_title(row)}, {route}"
                 print(f"{title}: {cell(outcomes[route])}", file=sys.stderr, flush=True)
-            rows.append({"source": name, "target": target, "rtol": rtol, "outcomes": outcomes})
             if args.json:
                 args.json.write_text(json.dumps(document(rows), indent=1) + "\n")
         bench.close()

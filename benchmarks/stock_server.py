@@ -97,6 +97,7 @@ def carry_out(request: Mapping[str, Any]) -> None:
 def attempt(request: Mapping[str, Any]) -> dict[str, Any]:
     """Fork, wait, and say how it ended: ``ok``, ``error`` or ``hang``."""
     folder = Path(request["folder"])
+    folder.parent.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     pid = os.fork()
     if pid == 0:
