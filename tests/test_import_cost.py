@@ -23,6 +23,12 @@ def test_import_loads_nothing_heavy() -> None:
     assert loaded_after("import ucpstore") == set()
 
 
+def test_mappings_need_no_arrays() -> None:
+    code = "import ucpstore\nname = 'meta-llama-to-hf'\n"
+    code += "ucpstore.Mapping.preset(name, heads=2, kv_heads=2).inverse()"
+    assert loaded_after(code) <= {"msgspec"}
+
+
 def test_opening_and_converting_need_neither_torch_nor_tensorstore(tmp_path: Path) -> None:
     run = deepspeed_run("s2-bf16-dp2")
     code = f"""

@@ -15,12 +15,25 @@ from typing import TYPE_CHECKING, Any
 from ucpstore.errors import UcpStoreError
 
 if TYPE_CHECKING:
-    from ucpstore.api import abandon, convert, diff, open, plan, verify  # noqa: A004
+    from ucpstore.api import (
+        abandon,
+        check_patterns,
+        convert,
+        diff,
+        explain_patterns,
+        infer_patterns,
+        load,
+        open,  # noqa: A004
+        plan,
+        verify,
+    )
     from ucpstore.checkpoint import Checkpoint, LazyTensor, Parameter
     from ucpstore.engine.plan import Plan
     from ucpstore.engine.run import Report
     from ucpstore.layout.parallel import Layout
     from ucpstore.layout.rules import Patterns
+    from ucpstore.mapping import Mapping
+    from ucpstore.rankstate import LocalTensor, RankState, Transfer
 
 __version__ = "0.1.0"
 
@@ -28,13 +41,21 @@ _HOME = {
     "Checkpoint": "ucpstore.checkpoint",
     "Layout": "ucpstore.layout.parallel",
     "LazyTensor": "ucpstore.checkpoint",
+    "Mapping": "ucpstore.mapping",
+    "LocalTensor": "ucpstore.rankstate",
     "Parameter": "ucpstore.checkpoint",
     "Patterns": "ucpstore.layout.rules",
     "Plan": "ucpstore.engine.plan",
+    "RankState": "ucpstore.rankstate",
     "Report": "ucpstore.engine.run",
+    "Transfer": "ucpstore.rankstate",
     "abandon": "ucpstore.api",
+    "check_patterns": "ucpstore.api",
     "convert": "ucpstore.api",
     "diff": "ucpstore.api",
+    "explain_patterns": "ucpstore.api",
+    "infer_patterns": "ucpstore.api",
+    "load": "ucpstore.api",
     "open": "ucpstore.api",
     "plan": "ucpstore.api",
     "verify": "ucpstore.api",
@@ -44,15 +65,23 @@ __all__ = [
     "Checkpoint",
     "Layout",
     "LazyTensor",
+    "LocalTensor",
+    "Mapping",
     "Parameter",
     "Patterns",
     "Plan",
+    "RankState",
     "Report",
+    "Transfer",
     "UcpStoreError",
     "__version__",
     "abandon",
+    "check_patterns",
     "convert",
     "diff",
+    "explain_patterns",
+    "infer_patterns",
+    "load",
     "open",
     "plan",
     "verify",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -33,10 +33,25 @@ from ucpstore.layout.rules import Patterns
 if TYPE_CHECKING:
     from ucpstore.formats.deepspeed.writer import DeepSpeedTarget
     from ucpstore.inspect.diff import Diff
+    from ucpstore.inspect.infer import Explanation, Inference, PatternCheck
     from ucpstore.inspect.verify import Verification
+    from ucpstore.mapping import Mapping as NameMapping
+    from ucpstore.rankstate import Into, RankState
     from ucpstore.store.target import ZarrTarget
 
-__all__ = ["abandon", "convert", "diff", "formats", "open", "plan", "verify"]
+__all__ = [
+    "abandon",
+    "check_patterns",
+    "convert",
+    "diff",
+    "explain_patterns",
+    "formats",
+    "infer_patterns",
+    "load",
+    "open",
+    "plan",
+    "verify",
+]
 
 DEFAULT_MEMORY_LIMIT = 2 << 30
 """Bytes that tasks in flight may need together, where the caller gives no limit."""
@@ -58,6 +73,7 @@ def open(  # noqa: A001
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     patterns: Rules | None = None,
+    mapping: NameMapping | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format as one lazy mapping. Reads metadata only.
@@ -73,6 +89,8 @@ def open(  # noqa: A001
     patterns : Patterns, path or str, optional
         How parameters lie on tensor-parallel ranks, where the checkpoint does not say it or says it wrongly:
         rules, a TOML or JSON file of them, or the name of a preset (`Patterns.presets`).
+    mapping : ucpstore.Mapping, optional
+        Show it under other names, with parameters fused, split or permuted.
     storage_options : mapping, optional
         In fsspec's words.
 
@@ -89,7 +107,7 @@ def open(  # noqa: A001
     UncommittedError
         A conversion into this URL is not finished.
     PatternError
-        No rule says how a parameter lies on tensor-parallel ranks, or it does not fit.
+        No rule says how a parameter lies on tensor-parallel ranks, or it does not fit; or the mapping does not.
 
     Examples
     --------
@@ -97,11 +115,43 @@ def open(  # noqa: A001
     >>> checkpoint["model.norm.weight"].fp32[:4]                         # doctest: +SKIP
     """
     files = open_files(os.fspath(url), storage_options)
-    return Checkpoint(_open_source(files, format, tag, Patterns.of(patterns)))
+    view = _View(Patterns.of(patterns), _checked(mapping))
+    return Checkpoint(_open_source(files, format, tag, view))
 
 
-def _open_source(files: Files, name: str, tag: str | None, patterns: Patterns) -> Source:
-    """Detect the format (our own first) and open."""
+@dataclass(frozen=True)
+class _View:
+    """How a source is to be read: rules for its ranks, and the names and shapes to show it with."""
+
+    patterns: Patterns = field(default_factory=Patterns)
+    mapping: NameMapping | None = None
+
+
+def _open_source(files: Files, name: str, tag: str | None, view: _View) -> Source:
+    """Open, and look through the mapping."""
+    source = _format_of(files, name).open(files, tag=tag, patterns=view.patterns)
+    if view.mapping is None:
+        return source
+    from ucpstore.mapped import map_source
+
+    return map_source(source, view.mapping)
+
+
+def _checked(mapping: NameMapping | None) -> NameMapping | None:
+    if mapping is None:
+        return None
+    from ucpstore.mapping import Mapping as NameMapping
+
+    if not isinstance(mapping, NameMapping):
+        raise PlanError(
+            f"cannot map with {mapping!r:.80}: found {type(mapping).__name__}, expected a ucpstore.Mapping.",
+            hint="Read a file with ucpstore.Mapping.load.",
+        )
+    return mapping
+
+
+def _format_of(files: Files, name: str) -> Format:
+    """The format of this name, or the first that recognises the files (our own first)."""
     from ucpstore.store.source import StoreFormat
 
     own = StoreFormat()
@@ -111,12 +161,12 @@ def _open_source(files: Files, name: str, tag: str | None, patterns: Patterns) -
             raise NotFoundError(
                 f"no format {name!r}: installed are {', '.join(known)}.", format=name
             )
-        return known[name].open(files, tag=tag, patterns=patterns)
+        return known[name]
     seen = []
     for format_ in known.values():
         detection = format_.detect(files)
         if detection.matches:
-            return format_.open(files, tag=tag, patterns=patterns)
+            return format_
         seen.append(f"{format_.name}: {detection.evidence}")
     if files.is_local and os.path.isfile(files.url):
         raise UnrecognizedSourceError(
@@ -133,12 +183,13 @@ def _open_source(files: Files, name: str, tag: str | None, patterns: Patterns) -
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Request:
-    """Everything that decides a conversion, so that a worker process can open it again."""
+    """Everything that decides a conversion, checked, so that a worker process can open it again."""
 
     source: str
     dest: str
+    layout: Layout | None
     format: str
     tag: str | None
     states: tuple[str, ...] | None
@@ -146,17 +197,50 @@ class _Request:
     exclude: tuple[str, ...] | None
     source_options: Mapping[str, Any] = field(repr=False)
     dest_options: Mapping[str, Any] = field(repr=False)
-    layout: Layout | None = None
-    patterns: Patterns = field(default_factory=Patterns)
+    view: _View
+
+    @classmethod
+    def of(
+        cls,
+        source: Url,
+        dest: Url,
+        *,
+        to: str,
+        layout: Layout | None,
+        patterns: Rules | None,
+        mapping: NameMapping | None,
+        format: str,  # noqa: A002
+        tag: str | None,
+        states: Sequence[str] | None,
+        only: Sequence[str] | None,
+        exclude: Sequence[str] | None,
+        source_options: Mapping[str, Any] | None,
+        dest_options: Mapping[str, Any] | None,
+    ) -> _Request:
+        """What `convert` and `plan` were asked for."""
+        _check_target(to, layout, {"states": states, "only": only, "exclude": exclude})
+        return cls(
+            # In full: a worker process may have another working directory.
+            source=parse_url(source).url,
+            dest=parse_url(dest).url,
+            layout=layout,
+            format=format,
+            tag=tag,
+            view=_View(Patterns.of(patterns), _checked(mapping)),
+            states=_names("states", states),
+            only=_names("only", only),
+            exclude=_names("exclude", exclude),
+            source_options=dict(source_options or {}),
+            dest_options=dict(dest_options or {}),
+        )
 
     def open(self, *, ranks: bool = False) -> tuple[Plan, Source, ZarrTarget | DeepSpeedTarget]:
         """Open the source, lay out the target and plan; reads metadata only.
 
         With ``ranks`` the plan of a native target lists which rank will hold which parts.
         """
-        source = _open_source(
-            open_files(self.source, self.source_options), self.format, self.tag, self.patterns
-        )
+        files = open_files(self.source, self.source_options)
+        source = _open_source(files, self.format, self.tag, self.view)
         files = open_files(self.dest, self.dest_options)
         _refuse_inside(source, files)
         if self.layout is not None:
@@ -168,9 +252,10 @@ class _Request:
     ) -> tuple[Plan, Source, DeepSpeedTarget]:
         from ucpstore.formats.deepspeed.writer import DeepSpeedTarget, same_layout
 
-        target = DeepSpeedTarget(files, source, layout)
+        rules = self.view.patterns
+        target = DeepSpeedTarget(files, source, layout, rules)
         warnings = [*target.warnings]
-        if same_layout(source, layout):
+        if self.view.mapping is None and same_layout(source, layout, rules):
             warnings.append(_SAME_LAYOUT)
         plan = make_plan(
             source,
@@ -230,6 +315,7 @@ def plan(
     to: str = "zarr",
     layout: Layout | None = None,
     patterns: Rules | None = None,
+    mapping: NameMapping | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     states: Sequence[str] | None = None,
@@ -245,46 +331,34 @@ def plan(
     Plan
         ``summary()`` for people, ``to_json()`` for programs.
     """
-    request = _request(
-        source, dest, format, tag, states, only, exclude, source_options, dest_options
+    request = _Request.of(
+        source,
+        dest,
+        to=to,
+        layout=layout,
+        patterns=patterns,
+        mapping=mapping,
+        format=format,
+        tag=tag,
+        states=states,
+        only=only,
+        exclude=exclude,
+        source_options=source_options,
+        dest_options=dest_options,
     )
-    request = replace(_towards(request, to, layout), patterns=Patterns.of(patterns))
     return request.open(ranks=True)[0]
 
 
-def _request(
-    source: Url,
-    dest: Url,
-    format_: str,
-    tag: str | None,
-    states: Sequence[str] | None,
-    only: Sequence[str] | None,
-    exclude: Sequence[str] | None,
-    source_options: Mapping[str, Any] | None,
-    dest_options: Mapping[str, Any] | None,
-) -> _Request:
-    return _Request(
-        # In full: a worker process may have another working directory.
-        source=parse_url(source).url,
-        dest=parse_url(dest).url,
-        format=format_,
-        tag=tag,
-        states=_names("states", states),
-        only=_names("only", only),
-        exclude=_names("exclude", exclude),
-        source_options=dict(source_options or {}),
-        dest_options=dict(dest_options or {}),
-    )
-
-
-def _towards(request: _Request, to: str, layout: Layout | None) -> _Request:
-    """The request with its target checked."""
+def _check_target(
+    to: str, layout: Layout | None, selection: Mapping[str, Sequence[str] | None]
+) -> None:
+    """Whether what is asked for is something that can be written."""
     if to == "zarr":
         if layout is not None:
             raise PlanError(
                 "a Zarr hierarchy has no layout of ranks: give layout= with to='deepspeed'."
             )
-        return request
+        return
     if to != "deepspeed":
         raise PlanError(f"cannot convert to {to!r}: expected 'zarr' or 'deepspeed'.")
     if not isinstance(layout, Layout):
@@ -292,12 +366,11 @@ def _towards(request: _Request, to: str, layout: Layout | None) -> _Request:
             f"cannot convert to deepspeed with layout={layout!r}: expected a Layout.",
             hint="Say how the run will be spread, such as Layout(dp=2, zero_stage=3).",
         )
-    chosen = [name for name in ("states", "only", "exclude") if getattr(request, name) is not None]
+    chosen = [name for name, names in selection.items() if names is not None]
     if chosen:
         raise PlanError(
             f"cannot convert a selection ({', '.join(chosen)}) to deepspeed: it loads whole models only."
         )
-    return replace(request, layout=layout)
 
 
 def _names(option: str, names: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -319,6 +392,7 @@ def convert(
     to: str = "zarr",
     layout: Layout | None = None,
     patterns: Rules | None = None,
+    mapping: NameMapping | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     states: Sequence[str] | None = None,
@@ -352,6 +426,9 @@ def convert(
         written, and the report's ``url`` is the source.
     patterns, format, tag
         As for `open`.
+    mapping : ucpstore.Mapping, optional
+        Names and shapes of the target, where they are not the source's. `states` are the source's, `only` and
+        `exclude` look at the target's names.
     states : sequence of str, optional
         Only these states; by default all that cannot be made again from others (16-bit copies of
         master weights are left out).
@@ -384,6 +461,8 @@ def convert(
         ``dest`` holds, or is claimed for, something else.
     PlanError
         Selection, memory limit or free space do not allow it; nothing was written.
+    PatternError
+        The mapping leaves names over, takes some twice, or does not fit; nothing was written.
     IntegrityError
         Replicas differ, or the source changed meanwhile.
     WorkerError
@@ -394,10 +473,21 @@ def convert(
     chosen = Workers(
         executor=executor, workers=workers, threads=threads, share=share, memory_limit=limit
     )
-    request = _request(
-        source, dest, format, tag, states, only, exclude, source_options, dest_options
+    request = _Request.of(
+        source,
+        dest,
+        to=to,
+        layout=layout,
+        patterns=patterns,
+        mapping=mapping,
+        format=format,
+        tag=tag,
+        states=states,
+        only=only,
+        exclude=exclude,
+        source_options=source_options,
+        dest_options=dest_options,
     )
-    request = replace(_towards(request, to, layout), patterns=Patterns.of(patterns))
     found, opened, target = request.open()
     if _SAME_LAYOUT in found.warnings:
         return nothing_to_do(opened, found)
@@ -409,6 +499,82 @@ def convert(
         settings=Settings(threads=1, retries=retries),
         emit=on_event,
     )
+
+
+def load(
+    url: Url,
+    layout: Layout,
+    rank: int,
+    *,
+    into: Into | None = None,
+    memory_limit: float | str | None = None,
+    compare: bool = False,
+    patterns: Rules | None = None,
+    mapping: NameMapping | None = None,
+    format: str = "auto",  # noqa: A002
+    tag: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> RankState:
+    """What one rank of a run with another layout holds of a checkpoint, read by that rank alone.
+
+    Opens and lays out from metadata only. Tensors are read when asked for, or all at once into the
+    caller's own: parameter after parameter, each byte range once.
+
+    Parameters
+    ----------
+    url : str or path
+        A checkpoint of any format, as for `open`.
+    layout : Layout
+        Of the run that loads.
+    rank : int
+        Global rank in that run; see `Layout.coordinates`.
+    into : mapping of str to mapping of str to array, optional
+        Parameter -> state -> C-contiguous numpy array, or torch tensor on any device, to read into now.
+    memory_limit : number or str, optional, bytes
+        What reading into ``into`` may need besides it; 2 GiB by default.
+    compare : bool
+        Read every replica in the source and require that they are bit-equal.
+    patterns : Patterns, path or str, optional
+        As for `open`; in both layouts they come before what the checkpoint says itself.
+    mapping, format, tag, storage_options
+        As for `open`.
+
+    Returns
+    -------
+    RankState
+        ``fqn -> state -> LocalTensor``: the model's local weights (``weight``) and buffers, and the
+        optimizer's master weights and states, as flat ranges from ZeRO stage 1 on.
+
+    Raises
+    ------
+    PlanError
+        The layout is none that the checkpoint can have, or there is no such rank.
+    LayoutError
+        ``into`` does not fit; all differences are reported at once.
+
+    Examples
+    --------
+    >>> state = ucpstore.load("run/ckpt", Layout(dp=2, zero_stage=3), 1)   # doctest: +SKIP
+    >>> state["layers.0.mlp.weight"]["adam_m"].read()                      # doctest: +SKIP
+    """
+    from ucpstore.formats.deepspeed.holdings import holdings
+    from ucpstore.formats.deepspeed.recipe import make_recipe
+    from ucpstore.rankstate import RankState
+
+    view = _View(Patterns.of(patterns), _checked(mapping))
+    source = _open_source(open_files(os.fspath(url), storage_options), format, tag, view)
+    recipe = make_recipe(source, layout, view.patterns)
+    state = RankState(
+        source,
+        holdings(recipe, rank),
+        layout=recipe.layout,
+        rank=rank,
+        warnings=[*source.warnings, *recipe.warnings],
+    )
+    if into is not None:
+        limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else parse_bytes(memory_limit)
+        state.load(into, memory_limit=limit, compare=compare)
+    return state
 
 
 def abandon(dest: Url, *, storage_options: Mapping[str, Any] | None = None) -> str | None:
@@ -435,6 +601,7 @@ def verify(
     *,
     against: Url | None = None,
     patterns: Rules | None = None,
+    mapping: NameMapping | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -444,7 +611,8 @@ def verify(
 
     Checksums of every chunk, the recorded digest of every state, and replicas against each other; with
     ``against`` also every element and the common state against another checkpoint (of any format), which
-    may hold nothing more. All findings are collected.
+    may hold nothing more. All findings are collected. A ``mapping`` is that of the conversion: ``against`` is seen
+    through it.
 
     Returns
     -------
@@ -453,11 +621,14 @@ def verify(
     """
     from ucpstore.inspect.verify import verify_source
 
+    if mapping is not None and against is None:
+        raise PlanError("a mapping is what the other checkpoint is seen through: give against=.")
     rules = Patterns.of(patterns)
     checkpoint = open(url, format=format, tag=tag, patterns=rules, storage_options=storage_options)
     other = None
     if against is not None:
-        other = open(against, patterns=rules, storage_options=against_options).source
+        seen = open(against, patterns=rules, mapping=mapping, storage_options=against_options)
+        other = seen.source
     return verify_source(checkpoint.source, against=other)
 
 
@@ -466,12 +637,14 @@ def diff(
     right: Url,
     *,
     patterns: Rules | None = None,
+    mapping: NameMapping | None = None,
     left_options: Mapping[str, Any] | None = None,
     right_options: Mapping[str, Any] | None = None,
 ) -> Diff:
     """Compare two checkpoints of any format, bit by bit; equal digests settle without reading.
 
-    How parameters lie on ranks is not compared; ``patterns`` are for both sides.
+    How parameters lie on ranks is not compared; ``patterns`` are for both sides. ``left`` is seen through
+    ``mapping``.
 
     Returns
     -------
@@ -482,6 +655,118 @@ def diff(
 
     rules = Patterns.of(patterns)
     return diff_sources(
-        open(left, patterns=rules, storage_options=left_options).source,
+        open(left, patterns=rules, mapping=mapping, storage_options=left_options).source,
         open(right, patterns=rules, storage_options=right_options).source,
     )
+
+
+def _open_ranks(
+    url: Url,
+    patterns: Rules | None,
+    format_: str,
+    tag: str | None,
+    storage_options: Mapping[str, Any] | None,
+) -> tuple[list[Source], Patterns]:
+    """What every tensor-parallel rank holds, and the rules in force: the given ones, then the checkpoint's."""
+    files = open_files(os.fspath(url), storage_options)
+    opener = partial(
+        _format_of(files, format_).open, files, tag=tag, patterns=Patterns.of(patterns)
+    )
+    first = opener(rank=0)
+    degree = first.parallelism.get("tp", 1)
+    sources = [first, *(opener(rank=rank) for rank in range(1, degree))]
+    recorded = first.common.document.get("patterns")
+    return sources, Patterns() if recorded is None else Patterns.from_json(recorded)
+
+
+def infer_patterns(
+    url: Url,
+    *,
+    patterns: Rules | None = None,
+    format: str = "auto",  # noqa: A002
+    tag: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Inference:
+    """Infer how parameters lie on tensor-parallel ranks, where the checkpoint does not say it.
+
+    Shapes, names, the sizes of a layer's matrices, presets and contents (read until the ranks differ) are the
+    evidence. What they leave open is not decided: it is among the result's ``questions``.
+
+    Parameters
+    ----------
+    url, format, tag, storage_options
+        As for `open`.
+    patterns : Patterns, path or str, optional
+        Rules that are known already, beside those that the checkpoint records.
+
+    Returns
+    -------
+    Inference
+        ``patterns`` for `open` and `convert`; ``toml()`` is the text to edit.
+    """
+    from ucpstore.inspect.infer import infer_sources
+
+    sources, known = _open_ranks(url, patterns, format, tag, storage_options)
+    return infer_sources(sources, known=known)
+
+
+def explain_patterns(
+    url: Url,
+    names: Sequence[str] = (),
+    *,
+    patterns: Rules | None = None,
+    format: str = "auto",  # noqa: A002
+    tag: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Explanation:
+    """Say why parameters are taken to lie on tensor-parallel ranks as they do.
+
+    Parameters
+    ----------
+    url, format, tag, storage_options
+        As for `open`.
+    names : sequence of str
+        Fully qualified names; by default all.
+    patterns : Patterns, path or str, optional
+        Rules that count before those that the checkpoint records.
+
+    Returns
+    -------
+    Explanation
+        Per parameter the rule in force, where it comes from, shapes, evidence and how sure it is.
+
+    Raises
+    ------
+    ParameterNotFoundError
+    """
+    from ucpstore.inspect.infer import explain_sources
+
+    sources, known = _open_ranks(url, patterns, format, tag, storage_options)
+    return explain_sources(sources, names, known=known)
+
+
+def check_patterns(
+    url: Url,
+    patterns: Rules | None = None,
+    *,
+    format: str = "auto",  # noqa: A002
+    tag: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> PatternCheck:
+    """Try rules on a checkpoint: names, shapes, and copies bit by bit. All findings are collected.
+
+    Parameters
+    ----------
+    url, format, tag, storage_options
+        As for `open`.
+    patterns : Patterns, path or str, optional
+        These rules and no others; by default those that the checkpoint records.
+
+    Returns
+    -------
+    PatternCheck
+    """
+    from ucpstore.inspect.infer import check_sources
+
+    sources, recorded = _open_ranks(url, None, format, tag, storage_options)
+    return check_sources(sources, recorded if patterns is None else Patterns.of(patterns))

@@ -31,7 +31,8 @@ class Request:
 
     The layout (number of ranks, degrees, ZeRO stage, dtype, further ZeRO and other options) is that of the
     resuming run. ``model`` is that of the resuming run where it is not the case's: a plain twin of a
-    pipeline, or a pipeline. ``save`` is where the engine saves before the further steps.
+    pipeline, or a pipeline; ``wrap`` names one of `renamed.WRAPS`, the model's other form. ``save`` is where
+    the engine saves before the further steps.
     """
 
     load: str | None
@@ -43,6 +44,7 @@ class Request:
     sp: int = 1
     partition: str = "uniform"
     model: str | None = None
+    wrap: str = ""
     further: int = 5
     zero: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -82,6 +84,10 @@ class Request:
 
         source = find_case(case.name)
         model = train.build(case)
+        if self.wrap:
+            from tests.deepspeed_runs.renamed import WRAPS
+
+            model = WRAPS[self.wrap](model)
         if self.load is not None:
             self._prepare(model)
         initial = train.values(model)

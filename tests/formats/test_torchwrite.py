@@ -18,7 +18,8 @@ from ucpstore.errors import PlanError
 from ucpstore.formats import torchwrite
 from ucpstore.formats._torch.pickling import dump
 from ucpstore.formats.torchfile import index_torch_file, read_tensor
-from ucpstore.formats.torchwrite import BytesWriter, Part, Size, Tensor, TorchWriter, View
+from ucpstore.formats.torchwrite import BytesWriter, Size, TorchWriter, View
+from ucpstore.gather import Part, Tensor
 from ucpstore.io import open_files
 from ucpstore.layout.region import Region
 from ucpstore.tagged import NumpyArray, StubObject, Symbol, TensorName

@@ -10,14 +10,18 @@ import click
 
 from ucpstore import __version__, api
 from ucpstore.cli.environment import environment
+from ucpstore.cli.mappings import mapping_option, preset_descriptions, read_mapping
 from ucpstore.cli.output import EXIT_FINDINGS, Output, options
+from ucpstore.cli.patterns import patterns as patterns_commands
 from ucpstore.cli.progress import Progress
-from ucpstore.engine.sizes import format_bytes
+from ucpstore.engine.sizes import format_bytes, parse_bytes
 from ucpstore.errors import ParameterNotFoundError
 from ucpstore.layout.parallel import Layout
 from ucpstore.text import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ucpstore.checkpoint import Checkpoint
 
 __all__ = ["main"]
@@ -47,6 +51,8 @@ def main() -> None:
     """
 
 
+main.add_command(patterns_commands)
+
 _tag = click.option("--tag", help="Checkpoint tag; by default the one that 'latest' names.")
 _patterns = click.option(
     "--patterns",
@@ -58,6 +64,7 @@ _patterns = click.option(
 def _selection(command: Any) -> Any:
     """Options that choose the target, parameters and states."""
     for option in (
+        mapping_option("SOURCE"),
         click.option(
             "--layout", metavar="NAME=N,...", help="Of the run that loads it: dp=2,zero_stage=3."
         ),
@@ -83,8 +90,16 @@ def _selection(command: Any) -> Any:
     return command
 
 
-def _open(url: str, output: Output, *, format_: str, **which: Any) -> Checkpoint:
-    checkpoint = api.open(url, format=format_, storage_options=output.storage_options, **which)
+def _open(
+    url: str, output: Output, *, format_: str, mappings: Sequence[str], **which: Any
+) -> Checkpoint:
+    checkpoint = api.open(
+        url,
+        format=format_,
+        mapping=read_mapping(mappings),
+        storage_options=output.storage_options,
+        **which,
+    )
     for text in checkpoint.warnings:
         output.note(f"warning: {text}")
     return checkpoint
@@ -93,6 +108,7 @@ def _open(url: str, output: Output, *, format_: str, **which: Any) -> Checkpoint
 _format = click.option(
     "--format", "format_", default="auto", show_default=True, help="Format of URL."
 )
+_mapping = mapping_option("URL")
 
 
 @main.command()
@@ -100,10 +116,19 @@ _format = click.option(
 @_format
 @_tag
 @_patterns
+@_mapping
 @options
-def inspect(url: str, *, format_: str, output: Output, **which: Any) -> None:
+def inspect(
+    url: str, *, format_: str, mappings: Sequence[str], output: Output, **which: Any
+) -> None:
     """Say what is at URL: format, layout, states, common state. Reads no tensor bytes."""
-    checkpoint = api.open(url, format=format_, storage_options=output.storage_options, **which)
+    checkpoint = api.open(
+        url,
+        format=format_,
+        mapping=read_mapping(mappings),
+        storage_options=output.storage_options,
+        **which,
+    )
     info = checkpoint.info()
     if output.as_json:
         output.json(info)
@@ -136,6 +161,7 @@ def inspect(url: str, *, format_: str, output: Output, **which: Any) -> None:
 @_format
 @_tag
 @_patterns
+@_mapping
 @options
 def ls(
     url: str, *, fqn: str, state: str | None, format_: str, output: Output, **which: Any
@@ -202,6 +228,7 @@ def ls(
 @_format
 @_tag
 @_patterns
+@_mapping
 @options
 def tree(url: str, *, max_nodes: int, format_: str, output: Output, **which: Any) -> None:
     """Draw the parameters of URL as a tree of their names."""
@@ -240,6 +267,7 @@ def _request(output: Output, request: dict[str, Any]) -> dict[str, Any]:
         "patterns": request["patterns"],
         "format": request["format_"],
         "tag": request["tag"],
+        "mapping": read_mapping(request["mappings"]),
         "states": request["states"] or None,
         "only": request["only"] or None,
         "exclude": request["exclude"] or None,
@@ -335,17 +363,97 @@ def convert(
 @main.command()
 @click.argument("url")
 @click.option(
+    "--layout",
+    required=True,
+    metavar="NAME=N,...",
+    help="Of the run that would load URL: dp=2,zero_stage=3.",
+)
+@click.option("--rank", type=click.IntRange(min=0), required=True, help="Global rank in that run.")
+@click.option("--memory-limit", metavar="BYTES", help="For blocks in flight, such as 64MB.")
+@click.option("--compare", is_flag=True, help="Read every replica and require equal bits.")
+@_patterns
+@_mapping
+@_format
+@_tag
+@options
+def load(
+    url: str,
+    *,
+    layout: str,
+    rank: int,
+    memory_limit: str | None,
+    compare: bool,
+    patterns: str | None,
+    mappings: Sequence[str],
+    format_: str,
+    tag: str | None,
+    output: Output,
+) -> None:
+    """Read what one rank would hold of URL in another layout, drop it, and say what that took."""
+    state = api.load(
+        url,
+        Layout.parse(layout),
+        rank,
+        patterns=patterns,
+        mapping=read_mapping(mappings),
+        format=format_,
+        tag=tag,
+        storage_options=output.storage_options,
+    )
+    for text in state.warnings:
+        output.note(f"warning: {text}")
+    limit = None if memory_limit is None else parse_bytes(memory_limit)
+    moved = state.load(memory_limit=limit, compare=compare)
+    if output.as_json:
+        output.json(
+            {
+                "url": url,
+                "layout": state.layout.to_json(),
+                "rank": rank,
+                "coordinates": dict(zip(("pp", "dp", "tp"), state.coordinates, strict=True)),
+                **moved.to_json(),
+                "tensors": [tensor.to_json() for tensor in state.tensors],
+            }
+        )
+        return
+    pp, dp, tp = state.coordinates
+    output.data(f"rank     {rank}: pipeline stage {pp}, ZeRO rank {dp}, tensor-parallel rank {tp}")
+    output.data(f"holds    {moved.tensor_count} tensors of {len(state)} parameters")
+    output.data(f"bytes    {format_bytes(moved.held_nbytes)} held")
+    output.data(f"needed   {format_bytes(moved.needed_nbytes)} of the source")
+    output.data(
+        f"read     {format_bytes(moved.read_nbytes)} in {moved.requests} reads"
+        f" ({moved.amplification:.2f}x of what is needed)"
+    )
+
+
+@main.command()
+@click.argument("url")
+@click.option(
     "--against", metavar="URL", help="Also compare with this checkpoint, element by element."
 )
 @_patterns
+@mapping_option("the other checkpoint")
 @options
-def verify(url: str, *, against: str | None, patterns: str | None, output: Output) -> None:
+def verify(
+    url: str,
+    *,
+    against: str | None,
+    patterns: str | None,
+    mappings: Sequence[str],
+    output: Output,
+) -> None:
     """Read every byte of URL and check it: checksums, digests, lost objects, replicas.
 
     Exits with 1 if anything is found.
     """
     result = api.verify(
-        url, against=against, patterns=patterns, storage_options=output.storage_options
+        url,
+        against=against,
+        patterns=patterns,
+        mapping=read_mapping(mappings),
+        storage_options=output.storage_options,
+        against_options=output.storage_options,
     )
     if output.as_json:
         output.json(result.to_json())
@@ -360,13 +468,23 @@ def verify(url: str, *, against: str | None, patterns: str | None, output: Outpu
 @click.argument("right")
 @click.option("--all", "show_all", is_flag=True, help="List equal states too.")
 @_patterns
+@mapping_option("LEFT")
 @options
-def diff(left: str, right: str, *, show_all: bool, patterns: str | None, output: Output) -> None:
+def diff(
+    left: str,
+    right: str,
+    *,
+    show_all: bool,
+    patterns: str | None,
+    mappings: Sequence[str],
+    output: Output,
+) -> None:
     """Compare two checkpoints of any format, bit by bit. Exits with 1 if they differ."""
     result = api.diff(
         left,
         right,
         patterns=patterns,
+        mapping=read_mapping(mappings),
         left_options=output.storage_options,
         right_options=output.storage_options,
     )
@@ -376,6 +494,27 @@ def diff(left: str, right: str, *, show_all: bool, patterns: str | None, output:
         output.data(result.summary(show_all=show_all))
     if not result.equal:
         sys.exit(EXIT_FINDINGS)
+
+
+@main.command()
+@click.argument("mappings", nargs=-1, metavar="[MAPPING]...")
+@click.option("--inverse", is_flag=True, help="The mapping that undoes it.")
+@options
+def mapping(mappings: Sequence[str], *, inverse: bool, output: Output) -> None:
+    """Print a mapping in its normal form (JSON), or list the presets.
+
+    MAPPING is a file, or preset:NAME,NAME=N,... Several are applied one after the other.
+    """
+    found = read_mapping(mappings)
+    if found is not None:
+        output.json((found.inverse() if inverse else found).to_json())
+        return
+    presets = preset_descriptions()
+    if output.as_json:
+        output.json({"presets": presets})
+        return
+    for name, about in presets.items():
+        output.data(f"{name}\n    {about}")
 
 
 @main.command()

@@ -166,12 +166,15 @@ def make_plan(
     files = source.files()
     tasks = target.tasks()
     rules = source.common.document.get("patterns")  # they decide what the source's elements are
+    # A mapping decides the bytes of every target, also where it leaves no trace in names and shapes.
+    mapping = source.parallelism.get("mapping")
     document = {
         "version": PLAN_VERSION,
         "source": {
             "format": source.format,
             "files": [(f.name, f.nbytes, f.token) for f in files],
             **({} if rules is None else {"patterns": rules}),
+            **({} if mapping is None else {"mapping": mapping}),
         },
         "target": target.document(),
     }

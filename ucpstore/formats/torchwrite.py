@@ -19,16 +19,11 @@ import xxhash
 
 from ucpstore.contracts import Source
 from ucpstore.dtypes import itemsize, numpy_dtype
-from ucpstore.errors import PlanError
-from ucpstore.formats._torch.pickling import Part, Size, Tensor, View, dump
+from ucpstore.formats._torch.pickling import Size, View, dump
+from ucpstore.gather import BLOCK, Tensor, fill
 from ucpstore.io.base import Sink
-from ucpstore.layout.local import Local
-from ucpstore.layout.region import Region
 
-__all__ = ["BLOCK", "BytesWriter", "Part", "Size", "Tensor", "TorchWriter", "View"]
-
-BLOCK = 4 << 20
-"""Bytes of a tensor that are gathered at a time."""
+__all__ = ["BytesWriter", "Size", "TorchWriter", "View"]
 
 _ALIGNMENT = 64
 _U32 = 0xFFFFFFFF
@@ -38,7 +33,6 @@ _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _DATE = 33  # 1980-01-01: the same inputs give the same bytes
-_CASTS = {"bfloat16", "float16", "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +163,10 @@ class TorchWriter:
             for start in range(0, record.tensor.numel, step):
                 count = min(step, record.tensor.numel - start)
                 block = buffer[: count * size]
-                fill(source, record.tensor, start, block.view(numpy_dtype(record.tensor.dtype)))
-                view = memoryview(block.data)
-                crc = zlib.crc32(view, crc)
-                out.write(view)
+                view = block.view(numpy_dtype(record.tensor.dtype))
+                fill(source, record.tensor, start, view, compare=True)
+                crc = zlib.crc32(block.data, crc)
+                out.write(block.data)
             out.write(record.descriptor(crc))
             crcs.append(crc)
         out.write(self._directory(crcs))
@@ -218,49 +212,3 @@ class _Hashed:
 
     def digest(self) -> int:
         return self._hash.intdigest()
-
-
-def fill(source: Source, tensor: Tensor, start: int, out: np.ndarray[Any, Any]) -> None:
-    """Fill ``out`` with the elements of ``tensor`` from ``start`` on.
-
-    Between float32 and 16-bit floats values are rounded to nearest even, or widened exactly; other
-    differences of element type are refused.
-    """
-    if tensor.data is not None:
-        size = itemsize(tensor.dtype)
-        out[...] = np.frombuffer(tensor.data, out.dtype)[start : start + out.nbytes // size]
-        return
-    out.view(np.uint8)[...] = 0
-    stop = start + out.size
-    for part in tensor.parts:
-        low, high = max(part.offset, start), min(part.offset + part.count, stop)
-        if low >= high:
-            continue
-        first = part.start + low - part.offset
-        local = part.local or Local.whole(part.shape)
-        for position, box, windows in local.runs(first, high - low):
-            position += low - start
-            view = out[position : position + box.volume].reshape(box.sizes)
-            for window in windows:
-                _read(source, part, window.logical, view[window.local.slices])
-
-
-def _read(source: Source, part: Part, box: Region, view: np.ndarray[Any, Any]) -> None:
-    dtype = _dtype_of(source, part)
-    if numpy_dtype(dtype) == view.dtype:
-        source.read(part.fqn, part.state, box, view, compare=True)
-        return
-    if dtype not in _CASTS or str(view.dtype) not in _CASTS:
-        raise PlanError(
-            f"{part.state} of {part.fqn} has elements of {dtype}, which are not written as {view.dtype}."
-        )
-    values = np.empty(box.sizes, numpy_dtype(dtype))
-    source.read(part.fqn, part.state, box, values, compare=True)
-    with np.errstate(over="ignore", invalid="ignore"):
-        view[...] = values.astype(view.dtype)
-
-
-def _dtype_of(source: Source, part: Part) -> str:
-    parameter = source.parameters.get(part.fqn)
-    spec = parameter.states[part.state] if parameter else source.common.tensors[part.state]
-    return spec.dtype

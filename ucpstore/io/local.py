@@ -17,6 +17,7 @@ from ucpstore.io.base import FileStat, check_name, folder_prefix
 from ucpstore.io.descriptors import Descriptors, open_file
 from ucpstore.io.oserrors import os_errors, translate_os_error
 from ucpstore.io.syscalls import has_syncfs, start_writeback, sync_filesystem
+from ucpstore.io.traffic import count_read
 
 __all__ = ["LocalFiles", "LocalSink"]
 
@@ -136,6 +137,7 @@ class LocalFiles:
                 done = _read_fully(entry.fd, _byte_views([data]), offset)
             finally:
                 self._descriptors.release(entry)
+        count_read(done)
         return bytes(memoryview(data)[:done])
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -153,6 +155,7 @@ class LocalFiles:
                 self._descriptors.release(entry)
         except OSError as error:
             raise translate_os_error(error, "read", path) from error
+        count_read(done)
         if done != expected:
             raise CorruptSourceError(
                 f"{path!r} is truncated: it ends at byte {size}, expected at least"

@@ -10,6 +10,7 @@ from typing import Any
 from ucpstore.io.base import FileStat
 from ucpstore.io.fsspecerrors import fsspec_errors
 from ucpstore.io.objects import ObjectFiles
+from ucpstore.io.traffic import count_read
 
 __all__ = ["MemoryFiles"]
 
@@ -57,6 +58,7 @@ class MemoryFiles(ObjectFiles):
             data: bytes = self._filesystem().cat_file(self._path(name), start=offset, end=end)
         except FileNotFoundError:
             return None
+        count_read(len(data))
         return data if nbytes is None or len(data) == nbytes else None
 
     def _put(self, name: str, content: io.BytesIO) -> FileStat:

@@ -167,6 +167,28 @@ class Layout:
         """Model-parallel ranks: DeepSpeed's ``mp_world_size``."""
         return self.tp * self.pp
 
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.model_ranks * self.zero_ranks
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """Pipeline stage, rank among those that ZeRO cuts over, and tensor-parallel rank of a global rank.
+
+        Tensor-parallel ranks are neighbours, stages are farthest apart, as in Megatron-LM and in
+        DeepSpeed's ``PipeModelDataParallelTopology`` (``runtime/pipe/topology.py``).
+
+        Raises
+        ------
+        PlanError
+            There is no such rank.
+        """
+        if type(rank) is not int or not 0 <= rank < self.world:
+            raise PlanError(f"rank is {rank!r}, expected one of the {self.world} ranks from 0.")
+        rest, tp = divmod(rank, self.tp)
+        pp, dp = divmod(rest, self.zero_ranks)
+        return pp, dp, tp
+
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Read ``name=value`` pairs with commas between them.

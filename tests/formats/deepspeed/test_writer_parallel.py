@@ -35,7 +35,7 @@ from ucpstore.formats.deepspeed.recipe import make_recipe
 from ucpstore.formats.deepspeed.sameness import same_layout
 from ucpstore.formats.deepspeed.tpinfo import describe_slices
 from ucpstore.formats.deepspeed.ucpinfo import Member, UcpInfo
-from ucpstore.formats.torchwrite import Tensor, fill
+from ucpstore.gather import Tensor, fill
 from ucpstore.layout import partition
 from ucpstore.layout.geometry import Strided
 from ucpstore.layout.region import Region
@@ -331,7 +331,7 @@ def test_random_models_lie_on_all_ranks_and_padding_is_zero(
                 out = np.full(flat.numel, -1, np.float32)
                 tensor = Tensor("float32", (flat.numel,), flat.of("fp32"))
                 for start in range(0, flat.numel, 5):
-                    fill(source, tensor, start, out[start : start + 5])  # type: ignore[arg-type]
+                    fill(source, tensor, start, out[start : start + 5], compare=True)  # type: ignore[arg-type]
                 outs.append(out)
             buffers.append(outs)
         found: dict[str, np.ndarray] = {}

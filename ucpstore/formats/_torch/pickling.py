@@ -7,21 +7,19 @@ what loads the result calls what it names.
 from __future__ import annotations
 
 import io
-import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
-from ucpstore.dtypes import itemsize
 from ucpstore.errors import PlanError
-from ucpstore.layout.local import Local
+from ucpstore.gather import Tensor
 from ucpstore.tagged import NumpyArray, StubObject, Symbol, TensorName
 
-__all__ = ["Part", "Size", "Tensor", "View", "dump"]
+__all__ = ["Size", "View", "dump"]
 
 _STORAGES = {
     "bool": "BoolStorage",
@@ -46,62 +44,6 @@ _INSTANCES = (
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
 """Classes whose instances may be written: made empty, then given plain attributes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A run of elements of a state that lies in a tensor of the target.
-
-    Attributes
-    ----------
-    fqn, state : str
-    shape : tuple of int
-        Of the whole state, or of the local tensor.
-    start, count : int, elements
-        Which of its flattened elements.
-    offset : int, elements
-        Where they begin in the target's tensor.
-    local : Local, optional
-        The run is one of a rank's local tensor of the state, not of the state itself.
-    """
-
-    fqn: str
-    state: str
-    shape: tuple[int, ...]
-    start: int
-    count: int
-    offset: int
-    local: Local | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tensor:
-    """A tensor to be written: parts of states, zeros between them; or given bytes.
-
-    One object is one storage: where it occurs twice, the loaded tensors share their memory.
-
-    Attributes
-    ----------
-    dtype : str
-    shape : tuple of int
-    parts : tuple of Part
-        In order of their offsets.
-    data : bytes, optional
-        The elements, where they are known (little-endian).
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...] = ()
-    data: bytes | None = field(default=None, repr=False)
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ the rules that its lists stand for (`ucpstore.formats.deepspeed.universal`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from typing import Any
@@ -207,6 +208,8 @@ class OneRank:
     Parameters
     ----------
     rank, degree : int
+    rules : TensorParallel
+        Tried on every parameter, so that `patterns` tells what is known of the whole ones.
 
     Raises
     ------
@@ -214,16 +217,20 @@ class OneRank:
         There is no such rank.
     """
 
-    def __init__(self, rank: int, degree: int) -> None:
+    def __init__(self, rank: int, degree: int, rules: TensorParallel) -> None:
         if not 0 <= rank < degree:
             raise PatternError(
                 f"cannot open the local tensors of tensor-parallel rank {rank}: there are {degree}.",
                 kind=Kind.NOT_FOUND,
             )
-        self._rank = rank
+        self._rank, self._rules = rank, rules
 
     def merge(self, fqn: str, children: Sequence[Geometry]) -> Merged:
         """The rank's local tensor."""
+        with suppress(
+            PatternError, UnsupportedSourceError
+        ):  # it need not be known how they fit together
+            self._rules.merge(fqn, children)
         return Merged(children[self._rank], "")
 
     def merge_buffer(self, fqn: str, children: Sequence[Geometry]) -> Merged:
@@ -231,8 +238,8 @@ class OneRank:
         return Merged(children[self._rank], "")
 
     def patterns(self) -> Patterns:
-        """None: nothing is put together."""
-        return Patterns()
+        """The rules that are known, though nothing is put together."""
+        return self._rules.patterns()
 
     def warnings(self) -> list[str]:
         """None."""

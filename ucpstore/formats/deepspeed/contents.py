@@ -20,11 +20,21 @@ from ucpstore.formats.deepspeed.tpinfo import UNIVERSAL
 from ucpstore.formats.deepspeed.ucpinfo import Flat
 from ucpstore.formats.deepspeed.unsharded import clip_of, flat_weights, names_file, stage0_optimizer
 from ucpstore.formats.deepspeed.wrapper import FUSED, accumulation_of, section
-from ucpstore.formats.torchwrite import Part, Size, Tensor, View
+from ucpstore.formats.torchwrite import Size, View
+from ucpstore.gather import Part, Tensor
 from ucpstore.layout.local import Local
 from ucpstore.tagged import StubObject
 
-__all__ = ["File", "content", "files_of", "layer_file", "model_file", "optimizer_file"]
+__all__ = [
+    "File",
+    "content",
+    "files_of",
+    "layer_file",
+    "local_tensor",
+    "local_weight",
+    "model_file",
+    "optimizer_file",
+]
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _SHORT = {None: None, "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -124,14 +134,14 @@ def _config(recipe: Recipe) -> Any:
 # ---------------------------------------------------------------------- model files
 
 
-def _tensor(fqn: str, state: str, local: Local, dtype: str) -> Tensor:
+def local_tensor(fqn: str, state: str, local: Local, dtype: str) -> Tensor:
     """All that a rank holds of a state."""
     geometry = None if local == Local.whole(local.shape) else local
     part = Part(fqn, state, local.shape, 0, local.numel, 0, geometry)
     return Tensor(dtype, local.shape, (part,))
 
 
-def _weight(recipe: Recipe, fqn: str, tp: int) -> tuple[str, Local, str]:
+def local_weight(recipe: Recipe, fqn: str, tp: int) -> tuple[str, Local, str]:
     """State that the model's weight is made from, the rank's slice, and the target's element type."""
     state, spec = weight_of(recipe.parameters[fqn])
     dtype = recipe.dtype if spec.dtype in _FLOATS else spec.dtype
@@ -149,13 +159,13 @@ def _module(recipe: Recipe, rank: ModelRank) -> OrderedDict[str, Any]:
             tensor = views[fqn]
         elif buffer := buffer_of(parameter):
             local = recipe.slices.local(fqn, rank.tp)
-            tensor = _tensor(fqn, buffer, local, parameter.states[buffer].dtype)
+            tensor = local_tensor(fqn, buffer, local, parameter.states[buffer].dtype)
         else:
-            state, local, dtype = _weight(recipe, fqn, rank.tp)
+            state, local, dtype = local_weight(recipe, fqn, rank.tp)
             if recipe.layout.zero_stage == 3:
                 tensor = Tensor(dtype, (0,))
             else:
-                tensor = _tensor(fqn, state, local, dtype)
+                tensor = local_tensor(fqn, state, local, dtype)
         for name in (fqn, *parameter.aliases):
             module[name] = tensor
     extras = recipe.framework.get("module_extras") or {}
@@ -186,8 +196,8 @@ def _fragments(recipe: Recipe, rank: ModelRank, dp: int) -> OrderedDict[str, Ten
     """``frozen_param_fragments``: whole at stage 2, this rank's ``ceil(n / dp)`` elements at stage 3."""
     found: OrderedDict[str, Tensor] = OrderedDict()
     for fqn in _frozen(recipe, rank):
-        state, local, dtype = _weight(recipe, fqn, rank.tp)
-        whole = _tensor(fqn, state, local, dtype)
+        state, local, dtype = local_weight(recipe, fqn, rank.tp)
+        whole = local_tensor(fqn, state, local, dtype)
         if recipe.layout.zero_stage != 3:
             found[fqn] = whole
             continue

@@ -113,6 +113,11 @@ def _in_order(
             grad_accum_dtype=accumulation_of(config),
         ),
     )
+    if dealt and source.parallelism.get("mapping_reorders"):
+        raise UnsupportedSourceError(
+            f"{source.url}: round_robin_gradients has dealt its parameters out by their number and order, and the"
+            " mapping changed them; the order in which an optimizer would get them is not known."
+        )
     if source.parallelism.get("pp", 1) == 1:
         return undeal(members, int(source.parallelism["dp"])) if dealt else members
     if dealt:

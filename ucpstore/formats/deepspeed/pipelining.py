@@ -82,6 +82,8 @@ def is_pipeline(names: Iterable[str], parallelism: Mapping[str, Any], facts: obj
 
     Numbers at the start of names alone do not tell: those of a ``torch.nn.Sequential`` have them, too.
     """
+    if "mapping" in parallelism:  # the source's pipeline was one of other names
+        return any(name.startswith(TIED) for name in names)
     pp = parallelism.get("pp", 1)
     return (
         isinstance(facts, Mapping)

@@ -171,11 +171,10 @@ class _Opening:
         )
 
     def _tensor_parallel(self, ranks: _Ranks) -> TensorParallel | OneRank:
-        if self._rank is not None:
-            return OneRank(self._rank, self._tp)
         first = ranks.models[0]
         info = first.rest.get("universal_checkpoint_info") or ranks.shards[0][0].patterns
-        return TensorParallel(info, self._tp, patterns=self._patterns, client=first.client)
+        rules = TensorParallel(info, self._tp, patterns=self._patterns, client=first.client)
+        return rules if self._rank is None else OneRank(self._rank, self._tp, rules)
 
     def _read(self) -> _Ranks:
         """Read the first model file per model-parallel rank and all optimizer files."""

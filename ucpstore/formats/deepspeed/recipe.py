@@ -29,7 +29,7 @@ from ucpstore.formats.deepspeed.wrapper import (
     UNFUSED,
     engine_class,
 )
-from ucpstore.formats.torchwrite import Part, Tensor
+from ucpstore.gather import Part, Tensor
 from ucpstore.layout.parallel import Layout
 from ucpstore.layout.rules import Patterns
 from ucpstore.tagged import StubObject, TensorName, decode
@@ -253,6 +253,7 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
     )
     warnings += [
         *found,
+        *_order_warnings(source),
         *_frozen_warnings(source, wrapper),
         *scaler.warnings(int(source.parallelism.get("zero_stage", 1)), layout.zero_stage),
     ]
@@ -357,5 +358,16 @@ def _rng_warnings(recipe: Recipe) -> list[str]:
     text = (
         f"random number generators were saved by {len(saved)} ranks, the layout has {len(wanted)} files for them:"
         f" {len(lost)} ranks without a counterpart in the source get the first one's."
+    )
+    return [text]
+
+
+def _order_warnings(source: Source) -> list[str]:
+    """Flat buffers know no names: a mapped model is right only if its optimizer gets this order."""
+    if "mapping" not in source.parallelism or source.parallelism.get("mapping_ordered"):
+        return []
+    text = (
+        "the mapping gives no order: the optimizer of the run that loads this must be given the parameters in the order"
+        " of the source's (a fused one at its first member's place), as DeepSpeed finds them by position, not by name."
     )
     return [text]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ucpstore.formats.torchwrite import Part
+from ucpstore.gather import Part
 from ucpstore.layout.local import Local
 
 __all__ = ["Flat", "Member", "UcpInfo", "deal", "flat_groups", "sub_groups", "undeal"]

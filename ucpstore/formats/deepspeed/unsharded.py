@@ -22,7 +22,8 @@ from ucpstore.formats.deepspeed.recipe import Recipe
 from ucpstore.formats.deepspeed.states import MASTER
 from ucpstore.formats.deepspeed.ucpinfo import Flat
 from ucpstore.formats.deepspeed.wrapper import FUSED, TORCH
-from ucpstore.formats.torchwrite import Tensor, View
+from ucpstore.formats.torchwrite import View
+from ucpstore.gather import Tensor
 
 __all__ = ["clip_of", "flat_weights", "names_file", "stage0_optimizer"]
 

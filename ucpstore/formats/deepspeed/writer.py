@@ -14,7 +14,8 @@ from ucpstore.formats.deepspeed.commit import FolderTarget
 from ucpstore.formats.deepspeed.contents import content, files_of
 from ucpstore.formats.deepspeed.recipe import Recipe, make_recipe
 from ucpstore.formats.deepspeed.sameness import same_layout
-from ucpstore.formats.torchwrite import BLOCK, BytesWriter, TorchWriter
+from ucpstore.formats.torchwrite import BytesWriter, TorchWriter
+from ucpstore.gather import BLOCK
 from ucpstore.io.base import Files, Sink
 from ucpstore.layout.parallel import Layout
 from ucpstore.layout.rules import Patterns
