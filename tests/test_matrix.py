@@ -115,25 +115,26 @@ def convert(source: Path, folder: Path, target: Mapping[str, Any], **more: Any) 
     return folder / "native"
 
 
-def resume(run: Run, path: Path, target: Mapping[str, Any], folder: Path, **more: Any) -> Resumed:
-    """Resume `run` from a checkpoint in the layout of `target`."""
+def settings(run: Run, target: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Request` that resumes `run` in the layout of `target`."""
     degrees = {name: target.get(name, 1) for name in ("tp", "pp", "sp")}
     model = run.case.model
     if model in ("pipeline", "twin"):
         plain = target.get("pipeline") is False or (model == "twin" and "pp" not in target)
         model = "twin" if plain else "pipeline"
-    return resume_run(
-        run.case.name,
-        path,
-        folder,
-        world=target.get("dp", 1) * math.prod(degrees.values()),
-        stage=target.get("zero_stage", 1),
-        dtype=run.case.dtype,
-        partition=CUTS.get(target.get("stages", ()), "uniform"),
-        model=model,
+    return {
+        "world": target.get("dp", 1) * math.prod(degrees.values()),
+        "stage": target.get("zero_stage", 1),
+        "dtype": run.case.dtype,
+        "partition": CUTS.get(target.get("stages", ()), "uniform"),
+        "model": model,
         **degrees,
-        **more,
-    )
+    }
+
+
+def resume(run: Run, path: Path, target: Mapping[str, Any], folder: Path, **more: Any) -> Resumed:
+    """Resume `run` from a checkpoint in the layout of `target`."""
+    return resume_run(run.case.name, path, folder, **settings(run, target), **more)
 
 
 @pytest.mark.parametrize(("name", "target", "rtol"), MATRIX, ids=words)

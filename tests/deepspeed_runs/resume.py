@@ -89,7 +89,7 @@ class Request:
 
             model = WRAPS[self.wrap](model)
         if self.load is not None:
-            _overwrite(model)
+            self._prepare(model)
         initial = train.values(model)
         if self.dtype == "fp16":
             _let_cpus_compute_fp16()
@@ -99,9 +99,7 @@ class Request:
         if self.load is None:
             train.train_steps(engine, case, train.data_rank(case))
         else:
-            found, client = engine.load_checkpoint(self.load)
-            if found is None:
-                raise RuntimeError(f"DeepSpeed found no checkpoint in {self.load}")
+            client = self._load(engine, case)
         if self.load is not None or self.save is not None:
             facts = {
                 "client_state": {
@@ -125,6 +123,17 @@ class Request:
         if dist.get_rank() == 0:
             (folder / "losses.json").write_text(json.dumps(losses))
         torch.distributed.barrier()
+
+    def _prepare(self, model: Any) -> None:
+        """Change the model before the engine gets it: nothing of it may survive the loading."""
+        _overwrite(model)
+
+    def _load(self, engine: Any, case: Case) -> dict[str, Any]:
+        """Load into the engine of `case`, and return the client's state."""
+        found, client = engine.load_checkpoint(self.load)
+        if found is None:
+            raise RuntimeError(f"DeepSpeed found no checkpoint in {self.load}")
+        return dict(client)
 
 
 def share(source: Case, case: Case, rank: int) -> range:
