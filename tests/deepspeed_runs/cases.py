@@ -307,6 +307,11 @@ def _pipeline() -> list[Case]:
         Case("pp4-bf16opt-dp1", 4, 1, "bf16", scheduler="none", config=_FP32_GRADIENTS, **four),
         Case("pp2-tp2-bf16opt-dp2", 8, 1, "bf16", tp=2, config=_FP32_GRADIENTS, **files),
         Case("pp2-tp2-s1-fp32-dp1", 4, 1, "fp32", tp=2, frozen=True, **two),
+        Case("pp2-s0-fp32-dp2", 4, 0, "fp32", **two),
+        Case("pp2-tp2-s0-fp32-dp1", 4, 0, "fp32", tp=2, **files),
+        Case("pp4-s0-fp32-dp1", 4, 0, "fp32", scheduler="none", **four),
+        Case("pp2-named-s0-fp32-dp1", 2, 0, "fp32", grouping="crossed", named=True, **files),
+        Case("pp2-frozen-s0-fp32-dp1", 2, 0, "fp32", frozen=True, **files),
     ]
 
 

@@ -10,7 +10,7 @@ from ucpstore.errors import CorruptSourceError, Kind, UnsupportedSourceError
 from ucpstore.formats.deepspeed.module import Model
 from ucpstore.formats.deepspeed.shards import Shard
 
-__all__ = ["align_groups", "require_stages"]
+__all__ = ["align_groups", "places_of", "require_stages"]
 
 _TIED = "tied_modules."
 
@@ -44,7 +44,7 @@ def align_groups(
             aligned_models.append(model)
             aligned.append(list(group))
             continue
-        places = _places(group[0], longest)
+        places = places_of(group[0], longest, len(group[0].masters))
         mine = [_spread(shard, longest, places) for shard in group]
         count = len(longest.masters)
         if model.shapes and len(model.shapes) == len(places):
@@ -55,24 +55,37 @@ def align_groups(
     return aligned_models, aligned
 
 
-def _places(shard: Shard, longest: Shard) -> list[int]:
-    """Which groups of the stage with the most a stage has."""
+def places_of(shard: Shard, longest: Shard, count: int) -> list[int]:
+    """Which groups of the stage with the most a stage has.
+
+    Parameters
+    ----------
+    shard, longest : Shard
+        Of the stage, and of the one with the most groups.
+    count : int
+        Groups that the stage has.
+
+    Raises
+    ------
+    UnsupportedSourceError
+        Hyper-parameters do not tell.
+    """
     theirs = [_hyper(group) for group in longest.groups or ()]
     places = []
     for group in shard.groups or ():
         fitting = [index for index, hyper in enumerate(theirs) if hyper == _hyper(group)]
         if len(fitting) == 1:
             places += fitting
-    if len(places) != len(shard.masters) or places != sorted(set(places)):
+    if len(places) != count or places != sorted(set(places)):
         raise UnsupportedSourceError(
-            f"{shard.name} has {len(shard.masters)} param groups and {longest.name} {len(longest.masters)}: a pipeline"
+            f"{shard.name} has {count} param groups and {longest.name} {len(theirs)}: a pipeline"
             " stage without parameters of a group leaves it out, and the hyper-parameters do not tell which."
         )
     return places
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _spread(shard: Shard, longest: Shard, places: Sequence[int]) -> Shard:

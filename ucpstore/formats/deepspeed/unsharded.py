@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ucpstore.formats.deepspeed.groups import native_states
+from ucpstore.formats.deepspeed.pipelining import TIED
 from ucpstore.formats.deepspeed.ranks import ModelRank
 from ucpstore.formats.deepspeed.recipe import Recipe
 from ucpstore.formats.deepspeed.states import MASTER
@@ -83,7 +84,13 @@ def flat_weights(recipe: Recipe, rank: ModelRank) -> dict[str, View]:
 
 def names_file(recipe: Recipe) -> bytes:
     """`ucpstore.formats.deepspeed.stage0.NAMES_FILE`, which DeepSpeed ignores: the file itself names none."""
-    names = [[member.fqn for member in group.members] for group in recipe.groups]
+    names: Any = [[member.fqn for member in group.members] for group in recipe.groups]
+    if recipe.pipeline is not None:
+        tied: dict[str, list[int]] = {}
+        for layer, prefix in recipe.pipeline.files.items():
+            if prefix.startswith(TIED):
+                tied.setdefault(prefix.split(".")[1], []).append(layer)
+        names = {"groups": names, "tied_modules": tied}
     return json.dumps(names, indent=1).encode()
 
 

@@ -122,7 +122,8 @@ def require_loadable(layout: Layout, *, pipeline: bool = False) -> None:
     if pipeline and layout.dtype == "bfloat16":
         raise PlanError(
             "layout zero_stage=0, dtype=bf16: found a pipeline, for which DeepSpeed cannot load an optimizer.",
-            hint="Choose stage 1 with grad_accum_dtype=fp32: the same optimizer, which can.",
+            hint="Choose stage 1 with grad_accum_dtype=fp32: the same optimizer, which can. For a model that is no"
+            " PipelineModule say pipeline=false.",
         )
 
 
