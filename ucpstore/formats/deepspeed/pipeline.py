@@ -93,6 +93,8 @@ def read_layers(
     files: Mapping[tuple[int, int], TorchFile],
     models: Sequence[Model],
     shards: Sequence[Sequence[Shard]],
+    *,
+    prefixes: Mapping[int, str] | None = None,
 ) -> Layers:
     """Give the tensors of the layer files their names, and say what they are.
 
@@ -105,6 +107,8 @@ def read_layers(
         By model-parallel rank.
     shards : sequence of sequence of Shard
         By model-parallel rank.
+    prefixes : mapping of int to str, optional
+        What the names of every layer start with, where that is known.
 
     Raises
     ------
@@ -125,7 +129,11 @@ def read_layers(
     numbers: dict[str, list[int]] = {}
     for layer in sorted({layer for layer, _ in files}):
         copy = []
-        prefix = layer_prefix(layer, files[layer, 0], known[0], buffers)
+        prefix = (
+            layer_prefix(layer, files[layer, 0], known[0], buffers)
+            if prefixes is None
+            else prefixes[layer]
+        )
         for rank in range(tp):
             model = _as_model(
                 files[layer, rank],

@@ -257,8 +257,11 @@ class _Opening:
         """The same of a pipeline, with layer files beside."""
         names = self._names(models[0])
         files = self._layer_files()
-        ranks = self._together(read_stages(self._found, files, models, names, self._prober))
-        ranks.layers = read_layers(self._found, files, ranks.models, ranks.shards)
+        read, prefixes = read_stages(self._found, files, models, names, self._prober)
+        ranks = self._together(read)
+        ranks.layers = read_layers(
+            self._found, files, ranks.models, ranks.shards, prefixes=prefixes
+        )
         require_stages(ranks.models, self._tp)
         return ranks
 

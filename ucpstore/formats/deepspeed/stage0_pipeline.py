@@ -117,7 +117,7 @@ def read_stages(
     models: Sequence[Model],
     names: Names,
     probe: Callable[[Model], Prober],
-) -> list[Stage0]:
+) -> tuple[list[Stage0], Mapping[int, str]]:
     """Read every model-parallel rank, with the same units on all of them.
 
     Parameters
@@ -131,6 +131,13 @@ def read_stages(
         What `ucpstore.formats.deepspeed.stage0.read_names` found: of all stages.
     probe : callable
         Makes a `Prober` for a model file.
+
+    Returns
+    -------
+    list of Stage0
+        By model-parallel rank.
+    mapping of int to str
+        What the names of every layer start with.
 
     Raises
     ------
@@ -162,7 +169,7 @@ def read_stages(
         told = read.warnings if rank % reading.tp == 0 else []
         found_model = replace(read.model, module={})
         ranks.append(replace(read, model=found_model, shard=shard, warnings=told))
-    return _align(ranks, names.groups)
+    return _align(ranks, names.groups), reading.prefixes
 
 
 def _require_one_order(reading: _Reading) -> None:

@@ -22,7 +22,7 @@ from ucpstore.formats.deepspeed.ranks import ModelRank
 from ucpstore.formats.deepspeed.recipe import Recipe
 from ucpstore.formats.deepspeed.states import MASTER
 from ucpstore.formats.deepspeed.ucpinfo import Flat
-from ucpstore.formats.deepspeed.wrapper import FUSED, TORCH
+from ucpstore.formats.deepspeed.wrapper import FUSED, TORCH, clip_in
 from ucpstore.formats.torchwrite import View
 from ucpstore.gather import Tensor
 
@@ -96,8 +96,4 @@ def names_file(recipe: Recipe) -> bytes:
 
 def clip_of(recipe: Recipe) -> Any:
     """The gradient norm to clip to, as the source's optimizer or configuration has it; else None."""
-    clip = recipe.optimizer_facts.get("clip_grad")
-    if clip is None:
-        config = recipe.framework.get("ds_config")
-        clip = config.get("gradient_clipping") if isinstance(config, dict) else None
-    return clip
+    return clip_in(recipe.framework)

@@ -38,6 +38,7 @@ __all__ = [
     "ZERO",
     "ZERO3",
     "accumulation_of",
+    "clip_in",
     "engine_class",
     "require_loadable",
     "section",
@@ -75,6 +76,12 @@ def accumulation_of(config: Mapping[str, Any]) -> str | None:
     """``grad_accum_dtype`` of a configuration as an element type; None where it follows the model."""
     value = section(config, "data_types").get("grad_accum_dtype")
     return _ACCUMULATION.get(value) if isinstance(value, str) else None
+
+
+def clip_in(framework: Mapping[str, Any]) -> Any:
+    """The gradient norm to clip to, as a source's optimizer or configuration has it; else None."""
+    clip = section(framework, "optimizer").get("clip_grad")
+    return section(framework, "ds_config").get("gradient_clipping") if clip is None else clip
 
 
 def engine_class(layout: Layout, config: Mapping[str, Any], *, pipeline: bool = False) -> str:
