@@ -287,8 +287,9 @@ def _assigned(reading: _Reading, candidates: Mapping[int, _Layer]) -> Sequence[S
         what = "elements" if flat else "parameters"
         raise PatternError(
             f"{first.name} and those of the other stages: no cut of the {len(candidates)} layers into {count} stages"
-            f" gives every stage's optimizer what it holds; they hold {total} {what}, the layer files {here}. Tied"
-            " modules, of which several stages hold a copy, and frozen parameters are not recorded without ZeRO.",
+            f" gives every stage's optimizer what it holds; they hold {total} {what}, the layer files {here}. A layer"
+            " file is missing, or there are tied modules, of which several stages hold a copy, or frozen parameters:"
+            " without ZeRO these are not recorded.",
             kind=Kind.AMBIGUOUS,
             hint=_REMEDY,
         )
