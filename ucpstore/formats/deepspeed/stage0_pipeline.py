@@ -198,6 +198,12 @@ def _stages(reading: _Reading) -> Sequence[Stage]:
     if told is not None:
         known.update(_sizes(reading, told))
     tied = {layer: f"{TIED}{key}." for key, them in reading.names.tied.items() for layer in them}
+    for name in sorted(reading.buffers):
+        layer = name.partition(".")[0]
+        if layer.isdecimal() and int(layer) in tied:
+            raise PatternError(
+                f"{NAMES_FILE}: tied_modules has layer {layer} as one, but {name!r} is a buffer of its own."
+            )
     reading.prefixes = {
         layer: tied.get(layer, f"{layer}.")
         if tied
@@ -401,12 +407,18 @@ def _spread(
     groups: Sequence[Mapping[str, Any]],
     members: Sequence[Mapping[str, None]],
 ) -> Stage0:
+    """The same rank with all groups, its own where it has them, and with the units of all ranks."""
     shard = rank.shard
     flat = any(isinstance(unit, GroupUnit) for unit in rank.units)
     own: dict[tuple[int, str], int] = {}
     shapes: list[Shapes] = [{} for _ in groups]
-    for place, mine, numbers in zip(places, rank.model.shapes, shard.group_units, strict=True):
+    hyper = [dict(group) for group in groups]
+    for index, place in enumerate(places):
+        mine, numbers = rank.model.shapes[index], shard.group_units[index]
         shapes[place] = mine
+        hyper[place].update((shard.groups or ())[index])  # the reader compares them
+        if "param_names" in groups[place]:
+            hyper[place]["param_names"] = groups[place]["param_names"]
         keys = [""] if flat else list(mine)
         own.update(((place, key), number) for key, number in zip(keys, numbers, strict=True))
     units = [(g, key) for g, names in enumerate(members) for key in ([""] if flat else names)]
@@ -418,7 +430,7 @@ def _spread(
         masters=tuple(None if n is None else shard.masters[n] for n in found),
         states=tuple({} if n is None else shard.states[n] for n in found),
         scalars=tuple({} if n is None else shard.scalars[n] for n in found),
-        groups=tuple(groups),
+        groups=tuple(hyper),
         group_units=tuple(tuple(range(a, b)) for a, b in pairwise(starts)),
         counts=(1,) * len(units),
         master_files=tuple(shard.name if n is None else files[n] for n in found),
