@@ -129,19 +129,11 @@ def read_layers(
     numbers: dict[str, list[int]] = {}
     for layer in sorted({layer for layer, _ in files}):
         copy = []
-        prefix = (
-            layer_prefix(layer, files[layer, 0], known[0], buffers)
-            if prefixes is None
-            else prefixes[layer]
-        )
+        prefix = (prefixes or {}).get(layer)
+        prefix = prefix or layer_prefix(layer, files[layer, 0], known[0], buffers)
         for rank in range(tp):
-            model = _as_model(
-                files[layer, rank],
-                prefix,
-                known=known[rank],
-                shapes=shapes[rank],
-                buffers=buffers,
-            )
+            file = files[layer, rank]
+            model = _as_model(file, prefix, known=known[rank], shapes=shapes[rank], buffers=buffers)
             copy.append(model)
             if copy[0].module.keys() != copy[-1].module.keys():
                 raise _other_names(copy[-1], copy[0])

@@ -257,7 +257,9 @@ class _Opening:
         """The same of a pipeline, with layer files beside."""
         names = self._names(models[0])
         files = self._layer_files()
-        read, prefixes = read_stages(self._found, files, models, names, self._prober)
+        read, prefixes = read_stages(
+            self._found, files, models=models, names=names, probe=self._prober
+        )
         ranks = self._together(read)
         ranks.layers = read_layers(
             self._found, files, ranks.models, ranks.shards, prefixes=prefixes

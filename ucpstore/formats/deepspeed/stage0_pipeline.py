@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 from ucpstore.errors import Kind, PatternError, UnsupportedSourceError, listing
@@ -22,7 +21,6 @@ from ucpstore.formats.deepspeed.module import Model
 from ucpstore.formats.deepspeed.naming import Entry, Prober
 from ucpstore.formats.deepspeed.pipeline import TIED, layer_prefix, require_names
 from ucpstore.formats.deepspeed.saved import SavedOptimizer, read_optimizer
-from ucpstore.formats.deepspeed.shards import Shard
 from ucpstore.formats.deepspeed.stage0 import (
     NAMES_FILE,
     Names,
@@ -31,9 +29,8 @@ from ucpstore.formats.deepspeed.stage0 import (
     read_stage0,
     recorded_names,
 )
-from ucpstore.formats.deepspeed.stages import places_of
+from ucpstore.formats.deepspeed.stages import align_stages
 from ucpstore.formats.deepspeed.staging import Amounts, Held, Stage, assign
-from ucpstore.formats.deepspeed.units import GroupUnit, Shapes, Unit, WholeUnit
 from ucpstore.formats.torchfile import TensorRef, TorchFile
 
 __all__ = ["read_stages"]
@@ -114,6 +111,7 @@ class _Reading:
 def read_stages(
     found: RankFiles,
     files: Mapping[tuple[int, int], TorchFile],
+    *,
     models: Sequence[Model],
     names: Names,
     probe: Callable[[Model], Prober],
@@ -148,7 +146,7 @@ def read_stages(
     CorruptSourceError, UnsupportedSourceError
         See `ucpstore.formats.deepspeed.stage0.read_stage0`.
     """
-    reading = _Reading(found, files, models, names, probe)
+    reading = _Reading(found, files, models, names=names, probe=probe)
     _require_one_order(reading)
     stages = _stages(reading)
     ranks: list[Stage0] = []
@@ -169,7 +167,7 @@ def read_stages(
         told = read.warnings if rank % reading.tp == 0 else []
         found_model = replace(read.model, module={})
         ranks.append(replace(read, model=found_model, shard=shard, warnings=told))
-    return _align(ranks, names.groups), reading.prefixes
+    return align_stages(ranks, names.groups), reading.prefixes
 
 
 def _require_one_order(reading: _Reading) -> None:
@@ -216,14 +214,7 @@ def _stages(reading: _Reading) -> Sequence[Stage]:
     require_names(reading.found, here, wanted, tp=reading.tp)
     if told is not None:
         return [_of_names([name for group in stage for name in group]) for stage in told]
-    candidates = {
-        layer: {
-            name: ref
-            for name, ref in reading.layer(layer, 0).items()
-            if (name in known if known else _may_be_trained(reading, name, ref))
-        }
-        for layer in reading.prefixes
-    }
+    candidates = {layer: _candidates(reading, layer, known) for layer in reading.prefixes}
     stages = _assigned(reading, candidates)
     if not known:
         _refuse_twins(reading, {n: refs for n, refs in candidates.items() if n not in tied})
@@ -253,11 +244,20 @@ def _of_names(names: Sequence[str]) -> Stage:
     return Stage(tuple(layers), tuple(dict.fromkeys(tied)))
 
 
-def _may_be_trained(reading: _Reading, name: str, ref: TensorRef) -> bool:
-    """No buffer, and of a shape that some optimizer has, so that what is frozen does not count."""
-    if name in reading.buffers or not ref.dtype.startswith(("float", "bfloat", "complex")):
-        return False
-    return reading.saved[0].flat or None in reading.shapes or ref.shape in reading.shapes
+def _candidates(reading: _Reading, layer: int, known: Collection[str]) -> _Layer:
+    """What an optimizer may hold of a layer: by name, or what is no buffer and of a shape that some optimizer has."""
+    found: dict[str, TensorRef] = {}
+    seen: set[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = set()
+    for name, ref in reading.layer(layer, 0).items():
+        place = (id(ref.storage), ref.start, ref.shape, ref.strides)
+        alias = place in seen and ref.numel > 0
+        seen.add(place)
+        number = ref.dtype.startswith(("float", "bfloat", "complex"))
+        any_shape = reading.saved[0].flat or None in reading.shapes
+        fits = number and (any_shape or ref.shape in reading.shapes)
+        if name in known or not (known or alias or name in reading.buffers or not fits):
+            found[name] = ref
+    return found
 
 
 def _assigned(reading: _Reading, candidates: Mapping[int, _Layer]) -> Sequence[Stage]:
@@ -364,77 +364,3 @@ def _module(reading: _Reading, stages: Sequence[Stage], rank: int) -> dict[str, 
     for layer in stage.layers:
         found.update(reading.layer(layer, tp_rank))
     return found
-
-
-# ---------------------------------------------------------------------- the same units everywhere
-
-
-def _align(ranks: Sequence[Stage0], names: Sequence[Sequence[str]] | None) -> list[Stage0]:
-    """Give all ranks the same groups and units: empty ones where they are another stage's."""
-    shards = [rank.shard for rank in ranks]
-    longest = max(shards, key=lambda shard: len(shard.groups or ()))
-    places = [_places(rank, longest, names) for rank in ranks]
-    count = 1 + max(place for mine in places for place in mine)
-    groups: list[dict[str, Any]] = [{} for _ in range(count)]
-    members: list[dict[str, None]] = [{} for _ in range(count)]
-    for rank, mine in zip(ranks, places, strict=True):
-        for place, group, shapes in zip(
-            mine, rank.shard.groups or (), rank.model.shapes, strict=True
-        ):
-            groups[place] = groups[place] or dict(group)
-            members[place].update(dict.fromkeys(shapes))
-    for place, group in enumerate(groups):
-        if "param_names" in group:
-            group["param_names"] = list(members[place])
-    return [_spread(rank, mine, groups, members) for rank, mine in zip(ranks, places, strict=True)]
-
-
-def _places(rank: Stage0, longest: Shard, names: Sequence[Sequence[str]] | None) -> Sequence[int]:
-    """Which of the model's groups a rank has: DeepSpeed drops those without parameters."""
-    count = len(rank.shard.groups or ())
-    if names is not None:
-        listed = [set(group) for group in names if group]
-        firsts = [next(iter(shapes), "") for shapes in rank.model.shapes]
-        return [next(i for i, group in enumerate(listed) if name in group) for name in firsts]
-    if count == len(longest.groups or ()):
-        return range(count)
-    return places_of(rank.shard, longest, count)
-
-
-def _spread(
-    rank: Stage0,
-    places: Sequence[int],
-    groups: Sequence[Mapping[str, Any]],
-    members: Sequence[Mapping[str, None]],
-) -> Stage0:
-    """The same rank with all groups, its own where it has them, and with the units of all ranks."""
-    shard = rank.shard
-    flat = any(isinstance(unit, GroupUnit) for unit in rank.units)
-    own: dict[tuple[int, str], int] = {}
-    shapes: list[Shapes] = [{} for _ in groups]
-    hyper = [dict(group) for group in groups]
-    for index, place in enumerate(places):
-        mine, numbers = rank.model.shapes[index], shard.group_units[index]
-        shapes[place] = mine
-        hyper[place].update((shard.groups or ())[index])  # the reader compares them
-        if "param_names" in groups[place]:
-            hyper[place]["param_names"] = groups[place]["param_names"]
-        keys = [""] if flat else list(mine)
-        own.update(((place, key), number) for key, number in zip(keys, numbers, strict=True))
-    units = [(g, key) for g, names in enumerate(members) for key in ([""] if flat else names)]
-    found = [own.get(unit) for unit in units]
-    starts = [sum(g < group for g, _ in units) for group in range(len(groups) + 1)]
-    files = shard.master_files or ()
-    aligned = replace(
-        shard,
-        masters=tuple(None if n is None else shard.masters[n] for n in found),
-        states=tuple({} if n is None else shard.states[n] for n in found),
-        scalars=tuple({} if n is None else shard.scalars[n] for n in found),
-        groups=tuple(hyper),
-        group_units=tuple(tuple(range(a, b)) for a, b in pairwise(starts)),
-        counts=(1,) * len(units),
-        master_files=tuple(shard.name if n is None else files[n] for n in found),
-    )
-    empty: Unit = GroupUnit.of({}, 1, None) if flat else WholeUnit({})
-    laid = [empty if n is None else rank.units[n] for n in found]
-    return Stage0(replace(rank.model, shapes=shapes), aligned, laid, rank.warnings)
