@@ -9,6 +9,7 @@ never stopped. Negative controls show that the comparison sees what it must see.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ from ucpstore.layout.rules import Patterns
 
 PAPER = "3d-tp2-pp2-s1-fp32-dp2"
 """TP2 PP2 DP2 with ZeRO-1: the source of the paper's evaluation."""
+WHOLE = "3d-tp2-pp2-s0-fp32-dp2"
+"""The same without ZeRO."""
+UNCLIPPED = "3d-unclipped-s1-fp32-dp2"
+WHOLE_UNCLIPPED = "3d-unclipped-s0-fp32-dp2"
+"""The two without clipping: DeepSpeed's pipelines compute the norm of gradients otherwise without ZeRO."""
 TWIN = "twin-s3-fp32-dp2"
 BF16 = "pp2-tp2-bf16opt-dp2"
 AUTOTP = "tp2-s1-fp32-dp2"
@@ -64,6 +70,18 @@ MATRIX: list[tuple[str, dict[str, Any], float]] = [
     (PAPER, {"dp": 1, "zero_stage": 3, "pipeline": False}, CLOSE),
     (PAPER, {"dp": 2, "zero_stage": 3, "pipeline": False}, CLOSE),
     (PAPER, {"dp": 4, "zero_stage": 3, "pipeline": False}, CLOSE),
+    # a pipeline without ZeRO
+    (UNCLIPPED, {"tp": 2, "pp": 2, "dp": 2, "zero_stage": 0}, EXACT),
+    (UNCLIPPED, {"tp": 1, "pp": 2, "dp": 2, "zero_stage": 0}, CLOSE),
+    (UNCLIPPED, {"tp": 2, "dp": 1, "zero_stage": 0, **FOUR_STAGES}, CLOSE),
+    (UNCLIPPED, {"tp": 1, "pp": 1, "dp": 2, "zero_stage": 0, "pipeline": True}, CLOSE),
+    (WHOLE_UNCLIPPED, {"tp": 2, "pp": 2, "dp": 2}, EXACT),
+    (WHOLE_UNCLIPPED, {"tp": 1, "pp": 2, "dp": 2}, CLOSE),
+    (WHOLE_UNCLIPPED, {"tp": 4, "pp": 1, "dp": 1}, CLOSE),
+    (WHOLE_UNCLIPPED, {"tp": 1, "dp": 2, "zero_stage": 0, **FOUR_STAGES}, CLOSE),
+    (WHOLE_UNCLIPPED, {"dp": 2, "zero_stage": 3, "pipeline": False}, CLOSE),
+    (WHOLE, {"tp": 2, "pp": 2, "dp": 2, "zero_stage": 0}, EXACT),
+    (WHOLE, {"tp": 2, "pp": 2, "dp": 1, "zero_stage": 0}, CLOSE),
     # several sources to one target
     ("3d-pp2-s1-fp32-dp1", {"tp": 2, "pp": 2, "dp": 1}, CLOSE),
     ("3d-s1-fp32-dp4", {"tp": 2, "pp": 2, "dp": 1}, CLOSE),
@@ -167,6 +185,12 @@ CHAINS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (PAPER, {"tp": 2, "pp": 1, "dp": 2}, {"tp": 2, "pp": 2, "dp": 2}),
     (PAPER, {"tp": 1, "pp": 2, "dp": 4}, {"tp": 2, "pp": 2, "dp": 2}),
     (PAPER, {"dp": 4, "zero_stage": 3, "pipeline": False}, {"tp": 2, "pp": 2, "dp": 2}),
+    (PAPER, {"tp": 1, "pp": 2, "dp": 2, "zero_stage": 0}, {"tp": 2, "pp": 2, "dp": 2}),
+    (
+        WHOLE,
+        {"tp": 1, "pp": 1, "dp": 4, "zero_stage": 1},
+        {"tp": 2, "pp": 2, "dp": 2, "zero_stage": 0},
+    ),
     (AUTOTP, {"tp": 1, "dp": 2}, {"tp": 2, "dp": 2}),
     ("sp2-s1-fp32-dp4", {"sp": 1, "dp": 2}, {"sp": 2, "dp": 2}),
 ]
@@ -185,6 +209,9 @@ def test_there_and_back(
     if name == AUTOTP:  # which says how it cuts parameters only where it does
         rules = ucpstore.open(run.path).source.common.document["patterns"]
         told = {"patterns": Patterns.from_json(rules)}
+    if there.get("zero_stage") == 0:  # the names, which DeepSpeed did not save
+        names = next(path.glob("*/parameter_names.json"))
+        shutil.copy(names, saved / names.parent.name)
     path = convert(saved, tmp_path / "back", back, **told)
     resumed = resume(run, path, back, tmp_path / "again")
     assert differences(run, resumed, continue_run(name), rtol=EXACT) == {}
@@ -236,12 +263,13 @@ def change_weight_decay(path: Path, stage: int) -> None:
     """Of the first group, in the files of every rank."""
     import torch
 
-    files = sorted(path.rglob("*optim_states.pt"))
+    files = sorted(path.rglob("*optim_states.pt" if stage else "mp_rank_*"))
     assert files
     for file in files:
         content = torch.load(file, weights_only=False)
-        inner = content["optimizer_state_dict"]
-        inner = inner["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+        inner = content["optimizer_state_dict" if stage else "optimizer"]
+        if stage:
+            inner = inner["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
         assert inner["param_groups"][0]["weight_decay"] == 0.1
         inner["param_groups"][0]["weight_decay"] = 0.05
         torch.save(content, file)
@@ -259,13 +287,17 @@ LATER = {"1", "2", "3", "4"}
 
 
 @pytest.mark.parametrize(
-    "target",
-    [{"tp": 2, "pp": 2, "dp": 1}, {"dp": 2, "zero_stage": 3, "pipeline": False}],
+    ("name", "target"),
+    [
+        (PAPER, {"tp": 2, "pp": 2, "dp": 1}),
+        (PAPER, {"dp": 2, "zero_stage": 3, "pipeline": False}),
+        (UNCLIPPED, {"tp": 1, "pp": 2, "dp": 1, "zero_stage": 0}),
+    ],
     ids=words,
 )
 @pytest.mark.parametrize("control", CONTROLS)
-def test_damage_is_noticed(control: str, target: dict[str, Any], tmp_path: Path) -> None:
-    run = deepspeed_run(PAPER)
+def test_damage_is_noticed(control: str, name: str, target: dict[str, Any], tmp_path: Path) -> None:
+    run = deepspeed_run(name)
     ucpstore.convert(run.path, tmp_path / "store")
     CONTROLS[control](
         zarr.open_group(tmp_path / "store" / "params", mode="r+", use_consolidated=False)
@@ -274,7 +306,7 @@ def test_damage_is_noticed(control: str, target: dict[str, Any], tmp_path: Path)
     if control == "changed weight decay":
         change_weight_decay(path, target.get("zero_stage", 1))
     resumed = resume(run, path, target, tmp_path / "resumed")
-    found = differences(run, resumed, continue_run(PAPER), rtol=CLOSE)
+    found = differences(run, resumed, continue_run(name), rtol=CLOSE)
     reference = tensors_of(run)
     trainable = {fqn for state, fqn in reference if state == "fp32"}
     matrices = {fqn for fqn in trainable if reference["fp32", fqn].ndim == 2}

@@ -307,6 +307,12 @@ def _pipeline() -> list[Case]:
         Case("pp4-bf16opt-dp1", 4, 1, "bf16", scheduler="none", config=_FP32_GRADIENTS, **four),
         Case("pp2-tp2-bf16opt-dp2", 8, 1, "bf16", tp=2, config=_FP32_GRADIENTS, **files),
         Case("pp2-tp2-s1-fp32-dp1", 4, 1, "fp32", tp=2, frozen=True, **two),
+        Case("pp2-s0-fp32-dp2", 4, 0, "fp32", **two),
+        Case("pp2-tp2-s0-fp32-dp1", 4, 0, "fp32", tp=2, named=True, **files),
+        Case("pp4-s0-fp32-dp1", 4, 0, "fp32", scheduler="none", **four),
+        Case("pp2-named-s0-fp32-dp1", 2, 0, "fp32", grouping="crossed", named=True, **files),
+        Case("pp2-frozen-s0-fp32-dp1", 2, 0, "fp32", frozen=True, **files),
+        Case("pp2-fused-s1-fp32-dp1", 2, 1, "fp32", optimizer="fused", **files),
     ]
 
 
@@ -318,7 +324,13 @@ def _matrix() -> list[Case]:
     """Return the sources of the resume matrix: one model in several layouts."""
     model: dict[str, Any] = {"tied": "reverse", "frozen": True, "patterns": True}
     pipe: dict[str, Any] = {"model": "pipeline", **model}
+    whole: dict[str, Any] = {"tp": 2, "pp": 2, **pipe}
+    # DeepSpeed's pipelines compute another norm without ZeRO than with it
+    unclipped = {"gradient_clipping": 0.0}
     return [
+        Case("3d-unclipped-s1-fp32-dp2", 8, 1, "fp32", config=unclipped, **whole),
+        Case("3d-unclipped-s0-fp32-dp2", 8, 0, "fp32", named=True, config=unclipped, **whole),
+        Case("3d-tp2-pp2-s0-fp32-dp2", 8, 0, "fp32", named=True, **whole),
         Case("3d-tp2-pp2-s1-fp32-dp2", 8, 1, "fp32", tp=2, pp=2, **pipe),
         Case("3d-pp2-s1-fp32-dp1", 2, 1, "fp32", pp=2, **pipe),
         Case("3d-s1-fp32-dp4", 4, 1, "fp32", **pipe),

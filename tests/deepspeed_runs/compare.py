@@ -56,11 +56,15 @@ def same(left: np.ndarray | None, right: np.ndarray | None) -> bool:
 
 
 def by_parameter(run: Run) -> Mapping[str, Mapping[str, Any]]:
-    """Per category, what every parameter has: the hyper-parameters of its group, and its step."""
+    """Per category, what every parameter has: the hyper-parameters of its group, and its step.
+
+    Names that torch keeps in a group (``param_names``) are those of one rank's parameters.
+    """
     hyper, steps = {}, {}
     for facts in run.stages:
         for group in facts["groups"]:
-            hyper.update(dict.fromkeys(group["names"], group["hyper"]))
+            own = {key: value for key, value in group["hyper"].items() if key != "param_names"}
+            hyper.update(dict.fromkeys(group["names"], own))
         steps.update({fqn: entry["step"] for fqn, entry in facts["parameters"].items()})
     return {"hyper": hyper, "step": steps}
 

@@ -22,6 +22,7 @@ import ucpstore
 from tests.deepspeed_runs import Run, copy_run, deepspeed_run
 from tests.formats.deepspeed.native import differences, patterns_of, write
 from tests.formats.deepspeed.synthetic import edit
+from tests.formats.deepspeed.test_pipeline import told
 from tests.formats.deepspeed.test_real_runs import bits, read
 from tests.schemas import validate
 from ucpstore import Layout
@@ -97,12 +98,17 @@ OWN = [
     "pp4-bf16opt-dp1",
     "pp2-tp2-bf16opt-dp2",
     "pp2-tp2-s1-fp32-dp1",
+    "pp2-s0-fp32-dp2",
+    "pp4-s0-fp32-dp1",
+    "pp2-frozen-s0-fp32-dp1",
+    "pp2-named-s0-fp32-dp1",
+    "pp2-tp2-s0-fp32-dp1",
 ]
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_written_in_its_own_layout_a_run_has_the_same_files(name: str, tmp_path: Path) -> None:
-    run = deepspeed_run(name)
+    run = told(name, tmp_path)
     ucpstore.convert(run.path, tmp_path / "store")
     source = open_source(tmp_path / "store")
     target = write(source, tmp_path / "ours", layout_of(run))
@@ -163,6 +169,14 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("pp2-tp2-s1-fp32-dp1", {"pp": 1, "tp": 3, "dp": 2}),
     ("pp2-tp2-bf16opt-dp2", {"pp": 3, "tp": 1, "dp": 1}),
     ("pp2-tp2-bf16opt-dp2", {"pp": 1, "tp": 4, "dp": 1}),
+    ("pp2-s1-fp32-dp2", {"pp": 2, "dp": 3, "zero_stage": 0}),
+    ("pp2-tp2-s1-fp32-dp1", {"pp": 3, "tp": 4, "dp": 1, "zero_stage": 0}),
+    ("pp1-s1-fp32-dp2", {"pp": 2, "dp": 1, "zero_stage": 0}),
+    ("pp2-s0-fp32-dp2", {"pp": 3, "dp": 1, "zero_stage": 0}),
+    ("pp2-s0-fp32-dp2", {"pp": 1, "dp": 3, "zero_stage": 1}),
+    ("pp4-s0-fp32-dp1", {"pp": 1, "tp": 2, "dp": 1, "zero_stage": 0}),
+    ("pp2-frozen-s0-fp32-dp1", {"pp": 2, "dp": 2, "zero_stage": 1}),
+    ("pp2-tp2-s0-fp32-dp1", {"pp": 1, "dp": 2, "zero_stage": 3}),
 ]
 
 
@@ -170,7 +184,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
 def test_any_other_layout_holds_the_same_bits(
     name: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    run = deepspeed_run(name)
+    run = told(name, tmp_path)
     source = open_source(run.path)
     layout = layout_of(run, **changes)
     given = layout.tp > 1 and "patterns" not in source.common.document
@@ -498,7 +512,7 @@ def test_stages_that_cannot_be_are_refused(known: object, layout: Layout, match:
     [
         ("pp2-s1-fp32-dp2", Layout(pp=2, zero_stage=2), PlanError, "stages 0 and 1 only"),
         ("pp2-s1-fp32-dp2", Layout(pp=2, zero_stage=3), PlanError, "stages 0 and 1 only"),
-        ("pp2-s1-fp32-dp2", Layout(zero_stage=0), PlanError, "only written for stage 1"),
+        ("pp2-s1-bf16-dp2", Layout(pp=2, zero_stage=0), PlanError, "cannot load an optimizer"),
         ("pp2-s1-fp32-dp2", Layout(zero_stage=2, pipeline=True), PlanError, "stages 0 and 1"),
         ("pp2-s1-fp32-dp2", Layout(pp=2, pipeline=False), PlanError, "pipeline=False"),
         ("pp2-s1-fp32-dp2", Layout(pp=2, stages=(0, 7)), PlanError, "no trainable parameters|8"),

@@ -78,7 +78,8 @@ class Assembly:
         for index, per_rank in enumerate(zip(*units, strict=True)):
             states = collect_unit(index, list(zip(per_rank, shards, strict=True)), self._file_of)
             self.stepped = self.stepped or len(states) > 1
-            held.append((unit_words(index, per_rank[0]), frozenset(states)))
+            holder = next((unit for unit in per_rank if unit.shapes), per_rank[0])
+            held.append((unit_words(index, holder), frozenset(states)))
             copies: dict[str, list[Merged]] = {}
             for first in range(0, len(per_rank), tp):
                 stage = list(zip(per_rank, slots, strict=False))[first : first + tp]
@@ -254,7 +255,7 @@ class Assembly:
         if ref is None:
             return False
         buffer = Buffer(self._file_of(model.name), ref.offset, ref.nbytes)
-        return self.bound[fqn, MASTER].buffers[0] == buffer
+        return buffer in self.bound[fqn, MASTER].buffers
 
     def _is_lost(self, fqn: str, ref: TensorRef | None, stage: int) -> bool:
         """A frozen parameter of stage 3 whose fragments were not saved."""

@@ -91,7 +91,8 @@ def files_of(recipe: Recipe) -> list[File]:
                 for n in recipe.pipeline.files
                 if recipe.pipeline.stage_of(n) == rank.pp
             ]
-    if recipe.layout.zero_stage == 0 and recipe.wrapper != FUSED:  # flat groups need no names
+    # weights that view flat groups tell their order; in layer files they do not
+    if recipe.layout.zero_stage == 0 and (recipe.wrapper != FUSED or recipe.pipeline is not None):
         optimizers.append(File(NAMES_FILE, "names", recipe.ranks[0]))
     return models + layers + optimizers
 

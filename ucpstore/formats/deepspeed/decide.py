@@ -84,11 +84,6 @@ def _check(layout: Layout) -> None:
             f"layout fused_adam={str(layout.fused_adam).lower()}: found stage {layout.zero_stage}, expected 0: with"
             " ZeRO all optimizers have the same files."
         )
-    if layout.zero_stage == 0 and layout.pipeline:
-        raise PlanError(
-            "layout zero_stage=0 with a pipeline: pipelines are only written for stage 1 yet.",
-            hint="Choose zero_stage=1, or for a model that is no PipelineModule pipeline=false.",
-        )
     if layout.zero_stage != 3 and layout.sub_group_size is not None:
         raise PlanError(
             f"layout sub_group_size={layout.sub_group_size}: only stage 3 has sub-groups."

@@ -83,7 +83,8 @@ class Model:
     optimizer : object
         The optimizer's state, which is here without ZeRO only.
     stage0 : bool
-        There are no ``param_shapes``: the engine ran without ZeRO, or without an optimizer.
+        There are no ``param_shapes``: the engine ran without ZeRO, or without an optimizer. A pipeline's
+        BF16_Optimizer, which has files of its own, does not count.
     """
 
     name: str
@@ -159,7 +160,7 @@ def read_model(file: TorchFile, *, pipeline: bool = False) -> Model:
             hint="Remove the files of the older run.",
             kind=Kind.AMBIGUOUS,
         )
-    stage0 = root.get("param_shapes") is None and not pipeline
+    stage0 = root.get("param_shapes") is None and (not pipeline or _is_whole(root.get("optimizer")))
     module = named(root["module"] or {}, f"{name}: module")
     frozen = root.get("frozen_param_shapes")
     what = f"{name}: frozen_param_shapes"
@@ -192,6 +193,15 @@ def read_model(file: TorchFile, *, pipeline: bool = False) -> Model:
         optimizer=root.get("optimizer"),
         stage0=stage0,
     )
+
+
+def _is_whole(optimizer: object) -> bool:
+    """Whether the model file of a pipeline holds the optimizer's state.
+
+    Without ZeRO it does, but for BF16_Optimizer it holds a copy of one rank's file only (``_save_checkpoint``
+    of ``runtime/engine.py``).
+    """
+    return isinstance(optimizer, Mapping) and "single_partition_of_fp32_groups" not in optimizer
 
 
 def _texts(values: Iterable[object], what: str) -> Iterator[str]:

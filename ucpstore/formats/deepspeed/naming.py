@@ -57,21 +57,25 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Prober:
-    """Reads the first elements of tensors of one file.
+    """Reads the first elements of tensors.
 
     Attributes
     ----------
     files : Files
     name : str
+        Of their file.
     big_endian : bool
     map : callable
         Runs a function over independent items, in threads.
+    homes : mapping of int to str
+        By `id` of their storages, the files of those that are elsewhere: in layer files of a pipeline.
     """
 
     files: Files
     name: str
     big_endian: bool
     map: Callable[[Callable[[Any], bytes], Sequence[Any]], list[bytes]]
+    homes: Mapping[int, str] = field(default_factory=dict)
 
     def __call__(self, refs: Sequence[TensorRef], dtype: str) -> list[bytes]:
         """The first elements of every tensor, rounded to ``dtype``; all NaNs are alike."""
@@ -79,10 +83,11 @@ class Prober:
 
     def _read(self, ref: TensorRef, dtype: str) -> bytes:
         count = min(ref.numel, PROBE)
-        data = self.files.read(self.name, ref.offset, count * itemsize(ref.dtype))
+        name = self.homes.get(id(ref.storage), self.name)
+        data = self.files.read(name, ref.offset, count * itemsize(ref.dtype))
         if len(data) != count * itemsize(ref.dtype):
             raise CorruptSourceError(
-                f"{self.name} ends inside a tensor of {ref.nbytes} bytes at {ref.offset}.",
+                f"{name} ends inside a tensor of {ref.nbytes} bytes at {ref.offset}.",
                 kind=Kind.TRUNCATED,
             )
         values = np.frombuffer(data, numpy_dtype(ref.dtype))

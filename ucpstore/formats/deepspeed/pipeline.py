@@ -10,7 +10,7 @@ without a state dict (functions) have an id but no file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +28,9 @@ from ucpstore.formats.deepspeed.shards import Shard
 from ucpstore.formats.deepspeed.units import Shapes
 from ucpstore.formats.torchfile import TensorRef, TorchFile
 
-__all__ = ["Layers", "fill_shapes", "read_layers"]
+__all__ = ["TIED", "Layers", "fill_shapes", "layer_prefix", "read_layers", "require_names"]
 
-_TIED = "tied_modules."
+TIED = "tied_modules."
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,15 @@ class Layers:
         """
         own: list[list[int]] = []
         tied: dict[str, dict[str, list[int]]] = {
-            prefix.removeprefix(_TIED).rstrip("."): {"layers": layers, "stages": []}
+            prefix.removeprefix(TIED).rstrip("."): {"layers": layers, "stages": []}
             for prefix, layers in self.numbers.items()
-            if prefix.startswith(_TIED)
+            if prefix.startswith(TIED)
         }
         for stage, model in enumerate(stages):
             names = {*model.trainable, *model.buffer_names}
-            layers = {name.partition(".")[0] for name in names if not name.startswith(_TIED)}
+            layers = {name.partition(".")[0] for name in names if not name.startswith(TIED)}
             own.append(sorted(int(layer) for layer in layers if layer.isdecimal()))
-            keys = {name.split(".")[1] for name in names if name.startswith(_TIED)}
+            keys = {name.split(".")[1] for name in names if name.startswith(TIED)}
             for key in keys & tied.keys():
                 tied[key]["stages"].append(stage)
         return {"stages": own, "tied": tied}
@@ -93,6 +93,8 @@ def read_layers(
     files: Mapping[tuple[int, int], TorchFile],
     models: Sequence[Model],
     shards: Sequence[Sequence[Shard]],
+    *,
+    prefixes: Mapping[int, str] | None = None,
 ) -> Layers:
     """Give the tensors of the layer files their names, and say what they are.
 
@@ -105,6 +107,8 @@ def read_layers(
         By model-parallel rank.
     shards : sequence of sequence of Shard
         By model-parallel rank.
+    prefixes : mapping of int to str, optional
+        What the names of every layer start with, where that is known.
 
     Raises
     ------
@@ -116,22 +120,20 @@ def read_layers(
         A layer may be one of several tied modules.
     """
     tp = 1 + max(rank for _, rank in files)
-    known = [_known(models[rank::tp], shards[rank::tp]) for rank in range(tp)]
+    known: list[dict[str, int | None]] = [
+        {**_known(models[rank::tp], shards[rank::tp])} for rank in range(tp)
+    ]
     buffers = frozenset[str]().union(*(model.buffer_names for model in models))
     shapes = [_shapes(models[rank::tp]) for rank in range(tp)]
     modules: dict[str, list[list[Model]]] = {}
     numbers: dict[str, list[int]] = {}
     for layer in sorted({layer for layer, _ in files}):
         copy = []
-        prefix = _prefix(layer, files[layer, 0], known[0], buffers)
+        prefix = (prefixes or {}).get(layer)
+        prefix = prefix or layer_prefix(layer, files[layer, 0], known[0], buffers)
         for rank in range(tp):
-            model = _as_model(
-                files[layer, rank],
-                prefix,
-                known=known[rank],
-                shapes=shapes[rank],
-                buffers=buffers,
-            )
+            file = files[layer, rank]
+            model = _as_model(file, prefix, known=known[rank], shapes=shapes[rank], buffers=buffers)
             copy.append(model)
             if copy[0].module.keys() != copy[-1].module.keys():
                 raise _other_names(copy[-1], copy[0])
@@ -223,11 +225,26 @@ def _shapes(models: Iterable[Model]) -> dict[str, tuple[int, ...]]:
     return {name: shape for model in models for name, shape in model.trainable.items()}
 
 
-def _prefix(layer: int, file: TorchFile, known: Mapping[str, int], buffers: frozenset[str]) -> str:
+def layer_prefix(
+    layer: int, file: TorchFile, known: Mapping[str, int | None], buffers: frozenset[str]
+) -> str:
     """What the names of a layer start with: its number, or the key of a tied module.
 
     The file does not tell. A layer whose own names nothing knows is the tied module whose parameters have
     the same local names and sizes; should that be wrong, the copies differ, which is an error on reading.
+
+    Parameters
+    ----------
+    layer : int
+    file : TorchFile
+    known : mapping of str to int or None
+        Parameters of all stages, and their numbers of elements where these are known.
+    buffers : frozenset of str
+
+    Raises
+    ------
+    UnsupportedSourceError
+        The layer may be one of several tied modules.
     """
     sizes = {
         key: value.numel
@@ -239,8 +256,8 @@ def _prefix(layer: int, file: TorchFile, known: Mapping[str, int], buffers: froz
         return own
     tied: dict[str, dict[str, int | None]] = {}
     for name, numel in [*known.items(), *((name, None) for name in sorted(buffers))]:
-        if name.startswith(_TIED):
-            key, _, local = name.removeprefix(_TIED).partition(".")
+        if name.startswith(TIED):
+            key, _, local = name.removeprefix(TIED).partition(".")
             tied.setdefault(key, {})[local] = numel
     fitting = [key for key, locals_ in tied.items() if _fits(locals_, sizes)]
     if len(fitting) > 1:
@@ -250,7 +267,7 @@ def _prefix(layer: int, file: TorchFile, known: Mapping[str, int], buffers: froz
             " sizes.",
             kind=Kind.AMBIGUOUS,
         )
-    return f"{_TIED}{fitting[0]}." if fitting else own
+    return f"{TIED}{fitting[0]}." if fitting else own
 
 
 def _fits(locals_: Mapping[str, int | None], sizes: Mapping[str, int]) -> bool:
@@ -289,6 +306,19 @@ def _require_complete(
 ) -> None:
     """Every parameter and buffer of the stages must be in a layer file."""
     here = {name for copies in replicas for name in [*copies[0][0].module, *copies[0][0].extras]}
+    require_names(found, here, names, tp=len(replicas[0][0]))
+
+
+def require_names(
+    found: RankFiles, here: Collection[str], names: Iterable[str], *, tp: int
+) -> None:
+    """Every parameter and buffer in ``names`` must be among those ``here``, in layer files.
+
+    Raises
+    ------
+    IncompleteSourceError
+        Some are not; the layer files that should have them are named.
+    """
     absent = [name for name in names if name not in here]
     if not absent:
         return
@@ -297,7 +327,7 @@ def _require_complete(
     missing = [
         found.layer_name(layer, rank)
         for layer in lost
-        for rank in range(len(replicas[0][0]))
+        for rank in range(tp)
         if (layer, rank) not in found.layers
     ]
     what = listing(missing) or "the file of a tied module, or an entry of a file"

@@ -173,8 +173,9 @@ def model_ranks(
             for group in groups:
                 members = [slices.member(m, tp) for m in group.members if m.fqn in here]
                 if members:
+                    hyper = _named(group.hyper, members)
                     members = deal(members, layout.zero_ranks) if dealt else members
-                    mine.append(replace(group, members=tuple(members)))
+                    mine.append(replace(group, hyper=hyper, members=tuple(members)))
             if not mine:
                 raise PlanError(
                     f"pipeline stage {pp} of {layout.pp} has no trainable parameters; DeepSpeed's optimizers need"
@@ -183,6 +184,13 @@ def model_ranks(
                 )
             info = _info([group.members for group in mine], layout, flat=flat)
             yield ModelRank(pp, tp, pp * layout.tp + tp, tuple(names), tuple(mine), info)
+
+
+def _named(hyper: Mapping[str, Any], members: Sequence[Member]) -> Mapping[str, Any]:
+    """Hyper-parameters with the rank's own names, where torch saved some (``param_names``)."""
+    if "param_names" not in hyper:
+        return hyper
+    return {**hyper, "param_names": [member.fqn for member in members]}
 
 
 def _info(members: Sequence[Sequence[Member]], layout: Layout, *, flat: bool) -> UcpInfo:

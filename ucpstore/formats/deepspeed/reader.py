@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from ucpstore.errors import (
     CorruptSourceError,
     IncompleteSourceError,
     Kind,
+    PatternError,
     UnsupportedSourceError,
     listing,
 )
@@ -32,11 +33,13 @@ from ucpstore.formats.deepspeed.module import Model, read_model, take_census
 from ucpstore.formats.deepspeed.naming import Prober
 from ucpstore.formats.deepspeed.pipeline import Layers, fill_shapes, read_layers
 from ucpstore.formats.deepspeed.shards import Shard, read_shard
-from ucpstore.formats.deepspeed.stage0 import read_names, read_stage0
+from ucpstore.formats.deepspeed.stage0 import NAMES_FILE, Names, Stage0, read_names, read_stage0
+from ucpstore.formats.deepspeed.stage0_pipeline import read_stages
 from ucpstore.formats.deepspeed.stages import align_groups, require_stages
 from ucpstore.formats.deepspeed.states import compare_mappings
 from ucpstore.formats.deepspeed.stubs import index
 from ucpstore.formats.deepspeed.units import GroupUnit, SubGroupUnit, Unit
+from ucpstore.formats.torchfile import TorchFile
 from ucpstore.io.base import Files, FileStat
 from ucpstore.layout.rules import Patterns
 from ucpstore.pieces import PieceSource
@@ -189,6 +192,8 @@ class _Opening:
             require_one_run(model, other, same_shapes=False, same_names=False)
             stage = models[mp - mp % self._tp]
             require_one_run(stage, other, same_shapes=False)
+        if model.stage0 and found.layers:
+            return self._read_stages(models)
         if model.stage0:
             return self._read_stage0(models)
         if not found.optims:
@@ -228,28 +233,59 @@ class _Opening:
 
     def _layers(self, models: Sequence[Model], shards: Sequence[Sequence[Shard]]) -> Layers:
         """Read the layer files of a pipeline."""
+        return read_layers(self._found, self._layer_files(), models, shards)
+
+    def _layer_files(self) -> dict[tuple[int, int], TorchFile]:
         stats = self._found.layers
         read = self._map(
             lambda key: require_own_rank(index(self._files, stats[key].name)), sorted(stats)
         )
-        return read_layers(self._found, dict(zip(sorted(stats), read, strict=True)), models, shards)
+        return dict(zip(sorted(stats), read, strict=True))
 
     def _read_stage0(self, models: Sequence[Model]) -> _Ranks:
         """Without ZeRO there are model files only, one per model-parallel rank."""
-        found, first = self._found, models[0]
+        names = self._names(models[0])
+        if names.tied:
+            raise PatternError(
+                f"{NAMES_FILE} names tied modules, but there are no layer files of a pipeline."
+            )
+        return self._together(
+            read_stage0(model, names.groups, self._prober(model)) for model in models
+        )
+
+    def _read_stages(self, models: Sequence[Model]) -> _Ranks:
+        """The same of a pipeline, with layer files beside."""
+        names = self._names(models[0])
+        files = self._layer_files()
+        read, prefixes = read_stages(
+            self._found, files, models=models, names=names, probe=self._prober
+        )
+        ranks = self._together(read)
+        ranks.layers = read_layers(
+            self._found, files, ranks.models, ranks.shards, prefixes=prefixes
+        )
+        require_stages(ranks.models, self._tp)
+        return ranks
+
+    def _names(self, model: Model) -> Names:
+        """The parameters' names, if somebody wrote them; nothing else may lie beside the model files."""
+        found = self._found
         if found.optims or found.partitioned:
             others = found.optims or found.models
             raise UnsupportedSourceError(
-                f"{first.name}: no param_shapes, as of ZeRO stage 0, but {len(others)} rank files such as"
+                f"{model.name}: no param_shapes, as of ZeRO stage 0, but {len(others)} rank files such as"
                 f" {next(iter(others.values())).name} are there, expected none: such checkpoints are not supported."
             )
-        names = read_names(self._files, found.folder)
+        return read_names(self._files, found.folder)
+
+    def _prober(self, model: Model) -> Prober:
+        return Prober(self._files, model.name, model.big_endian, self._map)
+
+    def _together(self, read: Iterable[Stage0]) -> _Ranks:
+        """Model-parallel ranks without ZeRO, which must be of one save."""
         ranks = _Ranks([], [], [], None)
         steps: Mapping[int, Any] = {}
-        for model in models:
-            rank = read_stage0(
-                model, names, Prober(self._files, model.name, model.big_endian, self._map)
-            )
+        for rank in read:
             if not ranks.shards:
                 steps = read_steps(self._files, rank.shard)
             else:

@@ -27,7 +27,9 @@ from ucpstore.formats.deepspeed.wrapper import (
     FUSED,
     TORCH,
     UNFUSED,
+    clip_in,
     engine_class,
+    section,
 )
 from ucpstore.gather import Part, Tensor
 from ucpstore.layout.parallel import Layout
@@ -112,8 +114,7 @@ class Recipe:
     @property
     def optimizer_facts(self) -> Mapping[str, Any]:
         """What the source's optimizer files had besides tensors."""
-        found = self.framework.get("optimizer")
-        return found if isinstance(found, dict) else {}
+        return section(self.framework, "optimizer")
 
     def label(self, rank: ModelRank, dp: int) -> str | None:
         """The label, in the common state, of the source rank with the same coordinates."""
@@ -256,6 +257,7 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         *_order_warnings(source),
         *_frozen_warnings(source, wrapper),
         *scaler.warnings(int(source.parallelism.get("zero_stage", 1)), layout.zero_stage),
+        *_clip_warnings(source, layout, wrapper, clip_in(framework)),
     ]
     tag = source.parallelism.get("tag")
     if not isinstance(tag, str) or not tag:
@@ -327,6 +329,27 @@ def _frozen_warnings(source: Source, wrapper: str) -> list[str]:
     text = (
         f"{len(frozen)} frozen parameters are in no group of the optimizer's state: an optimizer that is given them"
         " all the same does not load it."
+    )
+    return [text]
+
+
+def _clip_warnings(source: Source, layout: Layout, wrapper: str, clip: Any) -> list[str]:
+    """Pipelines without ZeRO clip gradients by another norm than all other runs.
+
+    In fp32 `clip_grad_norm_` of ``runtime/utils.py`` takes what is not ``model_parallel`` from the first stage's
+    first rank only (``get_model_parallel_rank`` of ``runtime/pipe/topology.py`` counts stages, too), and tied
+    modules from every stage that marks them so; `FP16_UnfusedOptimizer` takes tied modules from all their stages.
+    """
+    plain = (TORCH, UNFUSED)
+    before = int(source.parallelism.get("pp") or 1)
+    before = before if source.parallelism.get("optimizer_class") in plain else 1
+    after = layout.pp if wrapper in plain else 1
+    if before == after or not isinstance(clip, int | float) or clip <= 0:
+        return []
+    text = (
+        f"gradients are clipped to a norm of {clip}: DeepSpeed 0.19.8 computes the norm of a pipeline without ZeRO from"
+        " other gradients than with ZeRO or with other stages (not all of the later stages' parameters, tied modules"
+        " several times), so that the run goes on with other updates wherever gradients are clipped."
     )
     return [text]
 

@@ -44,7 +44,7 @@ class Shard:
         Of the file.
     big_endian : bool
     stage : int
-        1, 2 or 3.
+        0 to 3.
     optimizer_class : str
         The DeepSpeed optimizer that wrote it.
     masters : tuple of TensorRef or None
@@ -69,6 +69,9 @@ class Shard:
         All other entries: loss scaler, clipping, ...
     root : mapping
         What lies beside the optimizer's state dict: ``ds_config`` and ``ds_version``.
+    master_files : tuple of str, optional
+        The files of the masters, where they are not in this one: without ZeRO the masters of a pipeline in fp32
+        are the weights in its layer files.
     """
 
     name: str
@@ -86,6 +89,11 @@ class Shard:
     patterns: Mapping[str, Any] | None
     rest: Mapping[str, Any]
     root: Mapping[str, Any]
+    master_files: tuple[str, ...] | None = None
+
+    def file_of(self, unit: int, *, master: bool) -> str:
+        """Name of the file that holds the master weights, or a state, of a unit."""
+        return self.master_files[unit] if master and self.master_files else self.name
 
 
 def read_shard(file: TorchFile, *, like: Shard | None = None) -> Shard:

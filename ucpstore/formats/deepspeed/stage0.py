@@ -7,11 +7,12 @@ the module's weights views of one flat tensor per group do their places in it te
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from ucpstore.errors import Kind, PatternError, UnsupportedSourceError
+from ucpstore.errors import Kind, PatternError, UnsupportedSourceError, listing
 from ucpstore.formats.deepspeed.module import Model, take_census
 from ucpstore.formats.deepspeed.naming import Entry, Naming, Prober
 from ucpstore.formats.deepspeed.saved import SavedOptimizer, read_optimizer
@@ -20,10 +21,21 @@ from ucpstore.formats.deepspeed.units import GroupUnit, Shapes, Unit, WholeUnit
 from ucpstore.formats.torchfile import TensorRef
 from ucpstore.io.base import Files
 
-__all__ = ["NAMES_FILE", "Stage0", "read_names", "read_stage0"]
+__all__ = [
+    "NAMES_FILE",
+    "Names",
+    "Stage0",
+    "entries_of",
+    "read_names",
+    "read_stage0",
+    "recorded_names",
+]
 
 NAMES_FILE = "parameter_names.json"
-"""Beside the model files: the names of all parameters in the optimizer's order, a list per group."""
+"""Beside the model files: the names of all parameters in the optimizer's order, a list per group.
+
+Or ``{"groups": ...}`` with them, and for a pipeline ``{"tied_modules": {KEY: [layer, ...]}}``.
+"""
 
 _NAMES_LIMIT = 64 << 20
 
@@ -48,25 +60,56 @@ class Stage0:
     warnings: list[str]
 
 
-def read_names(files: Files, folder: str) -> list[list[str]] | None:
-    """The lists of `NAMES_FILE`, if the checkpoint's owner wrote one.
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the owner of a checkpoint says of its parameters.
+
+    Attributes
+    ----------
+    groups : list of list of str, optional
+        Names in the optimizer's order, a list per group.
+    tied : mapping of str to tuple of int
+        The layers of a pipeline that use a tied module, by its key.
+    """
+
+    groups: list[list[str]] | None = None
+    tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def read_names(files: Files, folder: str) -> Names:
+    """What `NAMES_FILE` says, if the checkpoint's owner wrote one.
 
     Raises
     ------
     PatternError
-        It is no list of lists of names.
+        It is neither a list of lists of names nor an object with such a list, or with tied modules.
     """
     name = f"{folder}/{NAMES_FILE}" if folder else NAMES_FILE
     if files.stat(name) is None:
-        return None
+        return Names()
     try:
         found = json.loads(files.read(name, 0, _NAMES_LIMIT))
     except (ValueError, RecursionError) as error:
         raise _no_names(name, str(error)) from error
-    if not isinstance(found, list) or not all(map(_is_list_of_texts, found)):
+    if isinstance(found, list):
+        found = {"groups": found}
+    if not isinstance(found, dict) or found.keys() - {"groups", "tied_modules"}:
         raise _no_names(name, "another structure")
-    groups: list[list[str]] = found
-    return groups
+    groups, tied = found.get("groups"), found.get("tied_modules", {})
+    if groups is not None and not (
+        isinstance(groups, list) and all(map(_is_list_of_texts, groups))
+    ):
+        raise _no_names(name, "another structure")
+    if not isinstance(tied, dict) or not all(map(_is_list_of_layers, tied.values())):
+        raise _no_names(name, "other tied_modules")
+    layers = [layer for listed in tied.values() for layer in listed]
+    if len(set(layers)) != len(layers):
+        raise _no_names(name, "a layer in two tied modules")
+    return Names(groups, {key: tuple(listed) for key, listed in tied.items()})
+
+
+def _is_list_of_layers(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def _is_list_of_texts(value: object) -> bool:
@@ -75,21 +118,31 @@ def _is_list_of_texts(value: object) -> bool:
 
 def _no_names(name: str, found: str) -> PatternError:
     return PatternError(
-        f"{name}: found {found}, expected a JSON list with a list of parameter names per group.",
+        f"{name}: found {found}, expected a JSON list with a list of parameter names per group, or an object with such"
+        " a list ('groups') and, of a pipeline, the layers that use each tied module ('tied_modules').",
         kind=Kind.MALFORMED,
     )
 
 
-def read_stage0(model: Model, names: Sequence[Sequence[str]] | None, probe: Prober) -> Stage0:
+def read_stage0(
+    model: Model,
+    names: Sequence[Sequence[str]] | None,
+    probe: Prober,
+    *,
+    remedy: str = "",
+) -> Stage0:
     """Take the optimizer of a stage-0 model file apart and find its parameters' names.
 
     Parameters
     ----------
     model : Model
+        That of a pipeline stage with the tensors of its layers.
     names : sequence of sequence of str, optional
-        What `read_names` found.
+        What `read_names` found of the groups.
     probe : Prober
         Compares values where nothing else tells parameters apart.
+    remedy : str, optional
+        What the user can do about an ambiguity, of a pipeline: its layers' weights view no flat groups.
 
     Raises
     ------
@@ -107,9 +160,11 @@ def read_stage0(model: Model, names: Sequence[Sequence[str]] | None, probe: Prob
         )
         return Stage0(model, _shard(model, None, [], []), [], [text])
     saved = read_optimizer(model)
+    if saved.flat and remedy:
+        return _read_listed(model, saved, names, remedy)
     if saved.flat:
         return _read_flat(model, saved, names, probe)
-    naming = _naming(model, saved)
+    naming = _naming(model, saved, remedy)
     _declare(naming, model, saved, names)
     found = naming.result(probe)
     flat = [name for group in found for name in group]
@@ -144,11 +199,8 @@ def _read_flat(
         if [start for start, _, _ in viewed] == ends[:-1] and ends[-1] == first.storage.nbytes:
             found[label] = replace(first, shape=(sum(r.numel for _, _, r in viewed),), strides=(1,))
             shapes[label] = {name: ref.shape for _, name, ref in viewed}
-    entries = [
-        Entry(_shape(model, master, states, index), master)
-        for index, (master, states) in enumerate(zip(saved.masters, saved.states, strict=True))
-    ]
-    groups = [[entries[index] for index in members] for members in saved.members]
+    groups = entries_of(model, saved)
+    entries = [entry for group in groups for entry in group]
     lost = [e.shape for e in entries if e.shape not in {ref.shape for ref in found.values()}]
     if lost:
         raise UnsupportedSourceError(
@@ -164,15 +216,71 @@ def _read_flat(
     return Stage0(replace(model, shapes=flat), shard, units, warnings)
 
 
-def _naming(model: Model, saved: SavedOptimizer) -> Naming:
-    census = take_census(model, 0)
-    candidates = {name: ref for name, ref in model.module.items() if name in census.frozen}
+def _read_listed(
+    model: Model, saved: SavedOptimizer, names: Sequence[Sequence[str]] | None, remedy: str
+) -> Stage0:
+    """Flat groups whose parameters somebody listed in their order."""
+    recorded = recorded_names(saved)
+    listed = [list(group) for group in (names if names is not None else recorded)]
+    masters = [ref for ref in saved.masters if ref is not None]
+    if len(listed) != len(masters) or not all(listed):
+        raise PatternError(
+            f"{model.name}: the order of the parameters in the {len(masters)} flat groups of FP16_Optimizer is not"
+            f" recorded; {len(listed)} lists of names were found.",
+            kind=Kind.AMBIGUOUS,
+            hint=remedy,
+        )
+    flat: list[Shapes] = []
+    for group, master in zip(listed, masters, strict=True):
+        unknown = [name for name in group if name not in model.module]
+        shapes = {name: model.module[name].shape for name in group if name not in unknown}
+        numel = sum(math.prod(shape) for shape in shapes.values())
+        if unknown or len(shapes) != len(group) or numel != master.numel:
+            raise PatternError(
+                f"{model.name}: a flat group of {master.numel} elements is said to hold {len(group)} parameters"
+                f" ({listing(map(repr, group), cap=3)}), of which {numel} elements are in the stage's layers.",
+                kind=Kind.SHAPE,
+                hint=remedy,
+            )
+        flat.append(shapes)
+    for index, (master, states) in enumerate(zip(masters, saved.states, strict=True)):
+        _shape(model, master, states, index)
+    units: list[Unit] = [GroupUnit.of(group, 1, None) for group in flat]
+    shard = _shard(model, saved, masters, [1] * len(flat))
+    return Stage0(replace(model, shapes=flat), shard, units, [])
+
+
+def entries_of(model: Model, saved: SavedOptimizer) -> list[list[Entry]]:
+    """What is known of the optimizer's numbered parameters, by group.
+
+    Raises
+    ------
+    UnsupportedSourceError
+        The states of one have several shapes.
+    """
     entries = [
         Entry(_shape(model, master, states, index), master)
         for index, (master, states) in enumerate(zip(saved.masters, saved.states, strict=True))
     ]
-    groups = [[entries[index] for index in members] for members in saved.members]
-    remedy = (
+    return [[entries[index] for index in members] for members in saved.members]
+
+
+def recorded_names(saved: SavedOptimizer) -> list[list[str]]:
+    """Names that torch saved (``param_names``) of all groups that have one name for each of their parameters."""
+    found: list[list[str]] = []
+    for group, members in zip(saved.groups, saved.members, strict=True):
+        names = group.get("param_names")
+        names = names if isinstance(names, list | tuple) else ()
+        texts = [name for name in names if isinstance(name, str)]
+        found.append(texts if saved.flat or len(texts) == len(members) else [])
+    return found
+
+
+def _naming(model: Model, saved: SavedOptimizer, remedy: str) -> Naming:
+    census = take_census(model, 0)
+    candidates = {name: ref for name, ref in model.module.items() if name in census.frozen}
+    groups = entries_of(model, saved)
+    remedy = remedy or (
         f"To name the parameters, write {NAMES_FILE} beside the file: a JSON list that holds, for each of the"
         f" optimizer's {len(groups)} groups, the list of its parameters' names in the optimizer's order; a torch"
         " optimizer that is built from named_parameters() saves them itself."

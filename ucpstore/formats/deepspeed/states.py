@@ -107,7 +107,7 @@ def _collect(
     for unit, shards in ranks:
         for rank, shard in enumerate(shards):
             ref = shard.masters[index] if state == MASTER else shard.states[index].get(state)
-            file = file_of(shard.name)
+            file = file_of(shard.file_of(index, master=state == MASTER))
             if ref is None:
                 if unit.holds(rank):
                     raise _lacks(shard, index, state, unit)

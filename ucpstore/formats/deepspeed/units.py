@@ -161,7 +161,7 @@ class WholeUnit:
     Attributes
     ----------
     shapes : mapping of str to tuple of int
-        Of the one parameter.
+        Of the one parameter; none where it is another pipeline stage's.
     strides : tuple of int, elements, or None
         Where it is not row-major.
     """
@@ -177,7 +177,7 @@ class WholeUnit:
         return tuple(math.prod(shape) for shape in self.shapes.values())
 
     def holds(self, rank: int) -> bool:
-        return True
+        return bool(self.shapes)
 
     def geometries(self, first_slot: int) -> Iterator[tuple[str, Geometry]]:
         for name, shape in self.shapes.items():

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ucpstore.formats.deepspeed.groups import native_states
+from ucpstore.formats.deepspeed.pipelining import TIED
 from ucpstore.formats.deepspeed.ranks import ModelRank
 from ucpstore.formats.deepspeed.recipe import Recipe
 from ucpstore.formats.deepspeed.states import MASTER
 from ucpstore.formats.deepspeed.ucpinfo import Flat
-from ucpstore.formats.deepspeed.wrapper import FUSED, TORCH
+from ucpstore.formats.deepspeed.wrapper import FUSED, TORCH, clip_in
 from ucpstore.formats.torchwrite import View
 from ucpstore.gather import Tensor
 
@@ -83,14 +84,16 @@ def flat_weights(recipe: Recipe, rank: ModelRank) -> dict[str, View]:
 
 def names_file(recipe: Recipe) -> bytes:
     """`ucpstore.formats.deepspeed.stage0.NAMES_FILE`, which DeepSpeed ignores: the file itself names none."""
-    names = [[member.fqn for member in group.members] for group in recipe.groups]
+    names: Any = [[member.fqn for member in group.members] for group in recipe.groups]
+    if recipe.pipeline is not None:
+        tied: dict[str, list[int]] = {}
+        for layer, prefix in recipe.pipeline.files.items():
+            if prefix.startswith(TIED):
+                tied.setdefault(prefix.split(".")[1], []).append(layer)
+        names = {"groups": names, "tied_modules": tied}
     return json.dumps(names, indent=1).encode()
 
 
 def clip_of(recipe: Recipe) -> Any:
     """The gradient norm to clip to, as the source's optimizer or configuration has it; else None."""
-    clip = recipe.optimizer_facts.get("clip_grad")
-    if clip is None:
-        config = recipe.framework.get("ds_config")
-        clip = config.get("gradient_clipping") if isinstance(config, dict) else None
-    return clip
+    return clip_in(recipe.framework)

@@ -38,6 +38,7 @@ __all__ = [
     "ZERO",
     "ZERO3",
     "accumulation_of",
+    "clip_in",
     "engine_class",
     "require_loadable",
     "section",
@@ -75,6 +76,12 @@ def accumulation_of(config: Mapping[str, Any]) -> str | None:
     """``grad_accum_dtype`` of a configuration as an element type; None where it follows the model."""
     value = section(config, "data_types").get("grad_accum_dtype")
     return _ACCUMULATION.get(value) if isinstance(value, str) else None
+
+
+def clip_in(framework: Mapping[str, Any]) -> Any:
+    """The gradient norm to clip to, as a source's optimizer or configuration has it; else None."""
+    clip = section(framework, "optimizer").get("clip_grad")
+    return section(framework, "ds_config").get("gradient_clipping") if clip is None else clip
 
 
 def engine_class(layout: Layout, config: Mapping[str, Any], *, pipeline: bool = False) -> str:
@@ -122,7 +129,8 @@ def require_loadable(layout: Layout, *, pipeline: bool = False) -> None:
     if pipeline and layout.dtype == "bfloat16":
         raise PlanError(
             "layout zero_stage=0, dtype=bf16: found a pipeline, for which DeepSpeed cannot load an optimizer.",
-            hint="Choose stage 1 with grad_accum_dtype=fp32: the same optimizer, which can.",
+            hint="Choose stage 1 with grad_accum_dtype=fp32: the same optimizer, which can. For a model that is no"
+            " PipelineModule say pipeline=false.",
         )
 
 
