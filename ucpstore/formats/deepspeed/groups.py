@@ -113,10 +113,11 @@ def _in_order(
             grad_accum_dtype=accumulation_of(config),
         ),
     )
-    if dealt and source.parallelism.get("mapping_reorders"):
+    changed = source.parallelism.get("mapping_reorders") or source.parallelism.get("unfrozen")
+    if dealt and changed:
         raise UnsupportedSourceError(
             f"{source.url}: round_robin_gradients has dealt its parameters out by their number and order, and the"
-            " mapping changed them; the order in which an optimizer would get them is not known."
+            " mapping or unfreeze changed them; the order in which an optimizer would get them is not known."
         )
     if source.parallelism.get("pp", 1) == 1:
         return undeal(members, int(source.parallelism["dp"])) if dealt else members
