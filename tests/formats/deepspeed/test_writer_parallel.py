@@ -631,7 +631,8 @@ def test_random_state_stays_with_ranks_that_have_a_counterpart() -> None:
     assert notes == ["tiny run"] * 3 + ["of the last"]
     # stage 1 of tensor-parallel rank 0 was model-parallel rank 2
     fewer, notes, told = states(layout_of(run, tp=1))
-    assert (fewer, notes, told) == ([0, 2], ["tiny run"] * 2, [])
+    assert (fewer, notes) == ([0, 2], ["tiny run"] * 2)
+    assert "2 of 4 states have no counterpart" in told[0]
     more, _, told = states(layout_of(run, tp=3))
     assert more == [0, 1, 0, 2, 3, 0]
     assert "2 ranks without a counterpart" in told[0]
