@@ -235,9 +235,7 @@ def _trained(source: Source, fqn: str, states: Sequence[StateSpec]) -> Parameter
     return replace(parameter, states=found, trainable=True)
 
 
-def _placed(
-    source: Source, members: Sequence[str], new: Sequence[str], index: int
-) -> list[str]:
+def _placed(source: Source, members: Sequence[str], new: Sequence[str], index: int) -> list[str]:
     """All parameters of a group in the order of the model, which must be that of the old ones."""
     place = {fqn: number for number, fqn in enumerate(source.parameters)}
     numbers = [place[fqn] for fqn in members]

@@ -43,7 +43,7 @@ from tests.deepspeed_runs.resume import Resumed, continue_run, resume_run
 from tests.formats.deepspeed.native import differences as file_differences
 from tests.formats.deepspeed.synthetic import Checkpoint, edit
 from tests.formats.deepspeed.test_tensor_parallel import change_info
-from tests.test_matrix import CLOSE, EXACT, convert, resume
+from tests.test_matrix import CLOSE, convert, resume
 from ucpstore import Layout, Mapping
 from ucpstore.cli.main import main
 from ucpstore.errors import (
@@ -80,7 +80,9 @@ def test_used_a_dp_world_size_of_4_but_the_current_world_size_is_1(tmp_path: Pat
         folder.mkdir()
         options = {"world": 1, "stage": stage, "dtype": run.case.dtype, "further": 0}
         if stage == 1:
-            with pytest.raises(RuntimeError, match=r"DP world size of 4 but the current world size"):
+            with pytest.raises(
+                RuntimeError, match=r"DP world size of 4 but the current world size"
+            ):
                 resume_run(run.case.name, run.path, folder / "refused", **options)
         path = convert(run.path, folder, {"dp": 1, "zero_stage": stage})
         resumed = resume_run(run.case.name, path, folder / "resumed", **options)
@@ -119,8 +121,8 @@ def test_a_layer_is_unfrozen_at_load(name: str, stage: int, dp: int, tmp_path: P
     resumed = resume_run(name, tmp_path / "c", tmp_path / "r", thaw=[thawed], **options)
     found = different(run, resumed)
     # nothing but the one parameter has changed, and this only from frozen to trained
-    added = {"fp32", "exp_avg", "exp_avg_sq", "hyper", "step"}
-    assert {key: found.pop(key, {thawed}) for key in added} == dict.fromkeys(added, {thawed})
+    for key in ("fp32", "exp_avg", "exp_avg_sq", "hyper", "step"):
+        assert found.pop(key) == {thawed}, key
     (frozen,) = found.pop("frozen")
     assert frozen == f"{sorted(FROZEN)} became {[kept]}"
     assert found == {}
@@ -213,9 +215,7 @@ def test_unfreezing_what_cannot_be(unfreeze: Any, words: str, tmp_path: Path) ->
     """Case 2: what the option cannot mean is refused before anything is written."""
     source = deepspeed_run("frozen-s2-bf16-dp2").path
     with pytest.raises(PlanError, match=words):
-        ucpstore.convert(
-            source, tmp_path / "c", to="deepspeed", layout=Layout(), unfreeze=unfreeze
-        )
+        ucpstore.convert(source, tmp_path / "c", to="deepspeed", layout=Layout(), unfreeze=unfreeze)
     assert not (tmp_path / "c").exists()
 
 
@@ -248,7 +248,7 @@ def test_size_mismatch_in_layer_norm_after_tp_2_to_1(tmp_path: Path) -> None:
 
     change_info(run.tag_path, forget)
     target = {"tp": 1, "dp": 2}
-    with pytest.raises(PatternError, match="norm.weight") as caught:
+    with pytest.raises(PatternError, match=r"norm\.weight") as caught:
         convert(run.path, tmp_path, target)
     assert "--patterns" in caught.value.hint
     assert not (tmp_path / "native").exists()
@@ -404,12 +404,12 @@ def test_abnormal_loss_on_several_machines(target: dict[str, Any], tmp_path: Pat
         _, dp, tp = layout.coordinates(rank)
         file = path / "global_step3" / f"zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt"
         flat = load(file)["optimizer_state_dict"]["fp32_flat_groups"]
-        for fqn, states in ucpstore.load(run.path, layout, rank).items():
-            if "fp32" in states:
-                group, start = states["fp32"].buffer
+        for states in ucpstore.load(run.path, layout, rank).values():
+            place = states["fp32"].buffer if "fp32" in states else None
+            if place is not None:
+                group, start = place
                 value = states["fp32"].read()
                 assert flat[group][start : start + value.size].numpy().tobytes() == value.tobytes()
-                assert value.size or fqn
 
 
 # ------------------------------------------------------------------- cases 17 to 19
@@ -466,9 +466,7 @@ def test_resumed_as_if_from_scratch_and_no_error(tmp_path: Path) -> None:
     resumed = resume(run, path, target, tmp_path / "r", further=0, save=str(saved))  # into noise
     assert different(run, resumed) == {}
     # what the engine holds, by the user's own means
-    assert ucpstore.diff(saved, run.path).summary()
-    changed = {entry.fqn for entry in ucpstore.diff(saved, run.path).states if entry.status != "equal"}
-    assert changed == set()
+    assert {state.status for state in ucpstore.diff(saved, run.path).states} == {"equal"}
     for rank in range(3):  # an engine that left the frozen and the buffers as they were initialised
 
         def forget(content: dict[str, Any]) -> None:
@@ -483,7 +481,7 @@ def test_resumed_as_if_from_scratch_and_no_error(tmp_path: Path) -> None:
     (path / "global_step3" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(RuntimeError):
         resume(run, path, target, tmp_path / "again", further=0)
-    with pytest.raises(IncompleteSourceError, match="zero_pp_rank_1_mp_rank_00_model_states.pt"):
+    with pytest.raises(IncompleteSourceError, match=r"zero_pp_rank_1_mp_rank_00_model_states\.pt"):
         ucpstore.open(path)
 
 
@@ -493,12 +491,14 @@ def test_resumed_as_if_from_scratch_and_no_error(tmp_path: Path) -> None:
 def test_the_optimizer_state_of_a_bf16_run_is_gone(tmp_path: Path) -> None:
     """Case 33 (DeepSpeed #7571): weights only, which is told; no moments are made up for a native target."""
     run = copy_run(deepspeed_run("s0-bf16-dp2"), tmp_path)
-    edit(run.tag_path / "mp_rank_00_model_states.pt", lambda content: content.update(optimizer=None))
+    edit(
+        run.tag_path / "mp_rank_00_model_states.pt", lambda content: content.update(optimizer=None)
+    )
     report = ucpstore.convert(run.path, tmp_path / "store")
     assert any("weights only" in text for text in report.warnings)
     assert set(ucpstore.open(tmp_path / "store")["lm_head.weight"]) == {"weight"}
     for source in (run.path, tmp_path / "store"):
-        with pytest.raises(UnsupportedSourceError, match="parameter groups list 0 parameters"):
+        with pytest.raises(UnsupportedSourceError, match="weights only"):
             ucpstore.convert(source, tmp_path / "c", to="deepspeed", layout=Layout(dp=1))
         assert not (tmp_path / "c").exists()
 
@@ -530,7 +530,8 @@ def test_some_files_are_on_another_machine(stage: int, tmp_path: Path) -> None:
     assert len(gone) == (4 if stage == 3 else 2)
     for path in gone:
         path.unlink()
-    for options in ({}, {"to": "deepspeed", "layout": Layout(dp=2)}):
+    choices: list[dict[str, Any]] = [{}, {"to": "deepspeed", "layout": Layout(dp=2)}]
+    for options in choices:
         with pytest.raises(IncompleteSourceError) as caught:
             ucpstore.convert(run.path, tmp_path / "c", **options)
         names = {Path(name).name for name in caught.value.context["missing"]}
@@ -557,26 +558,23 @@ def test_norms_differ_between_ranks_under_sequence_parallelism(tmp_path: Path) -
     for rank in range(2):
         edit(run.tag_path / f"zero_pp_rank_{rank}_mp_rank_01_optim_states.pt", nudge)
     norm = "model.norm.weight"
-    one, two = (ucpstore.open(run.path, patterns=Patterns.parse(NORMS.format("replicate(first)")))[norm].fp32[...], None)
-    whole = deepspeed_run(AUTOTP)
-    assert one.tobytes() == whole.tensor("fp32", norm).tobytes()
     for layout in (Layout(tp=1, dp=2), Layout(tp=2, dp=1)):
-        target: dict[str, Any] = {"to": "deepspeed", "layout": layout}
+        dest = tmp_path / f"tp{layout.tp}"
         with pytest.raises(IntegrityError, match=r"differ, by at most 0\.001") as caught:
-            ucpstore.convert(run.path, tmp_path / f"tp{layout.tp}", **target)
+            ucpstore.convert(run.path, dest, to="deepspeed", layout=layout)
         assert caught.value.kind == Kind.REPLICAS_DIFFER
-        assert not (tmp_path / f"tp{layout.tp}" / "latest").exists()
-    two = one + np.float32(1e-3)
-    mean = (one + two) / np.float32(2)
+        assert not (dest / "latest").exists()
+    one = run.tensor("fp32", norm)
+    mean = (one + (one + np.float32(1e-3))) / np.float32(2)
     for words, expected in (("replicate(first)", one), ("partial", mean)):
-        path = tmp_path / words
-        rules = Patterns.parse(NORMS.format(words))
-        target = {"to": "deepspeed", "layout": Layout(tp=1, dp=2), "patterns": rules}
-        ucpstore.convert(run.path, path, **target)
+        path, rules = tmp_path / words, Patterns.parse(NORMS.format(words))
+        layout = Layout(tp=1, dp=2)
+        ucpstore.convert(run.path, path, to="deepspeed", layout=layout, patterns=rules)
         resumed = resume(run, path, {"tp": 1, "dp": 2}, path / "r", further=0)
-        found = different(run, resumed)
         assert resumed.run.tensor("fp32", norm).tobytes() == expected.tobytes()
-        del found
+        vectors = {fqn for fqn in run.facts["parameters"] if fqn.endswith("norm.weight")}
+        changed = {"fp32": vectors, "weight": vectors} if words == "partial" else {}
+        assert different(run, resumed) == changed
     check = ucpstore.check_patterns(run.path)
     assert any("0.001" in str(finding) for finding in check.findings)
 
@@ -637,7 +635,7 @@ def test_swiglu_is_merged_wrongly(tp: int, tmp_path: Path) -> None:
 def test_mp_files_differ_only_in_their_random_state(tmp_path: Path) -> None:
     """Case 48 (Bigscience #380): kept where ranks match; what is lost or shared when they do not is told."""
     run = copy_run(deepspeed_run("pp2-tp2-s1-fp32-dp1"), tmp_path)
-    trackers = []
+    trackers: list[dict[str, Any]] = []
     for rank in range(4):
         generator = torch.Generator().manual_seed(rank)
         states = OrderedDict({"model-parallel-rng": generator.get_state()})
@@ -664,15 +662,13 @@ def test_mp_files_differ_only_in_their_random_state(tmp_path: Path) -> None:
             found += whose
         return found
 
-    for number, (changes, expected, words) in enumerate(
-        (
-            ({"dp": 2}, [0, 1, 2, 3], None),
-            ({"tp": 3}, [0, 1, 0, 2, 3, 0], "2 ranks without a counterpart"),
-            ({"tp": 1}, [0, 2], "2 of 4"),
-            ({"pp": 1}, [0, 1], "2 of 4"),
-        )
-    ):
-        layout = Layout(**{"dp": 1, "tp": 2, "pp": 2, **changes})
+    layouts = [
+        (Layout(dp=2, tp=2, pp=2), [0, 1, 2, 3], None),
+        (Layout(dp=1, tp=3, pp=2), [0, 1, 0, 2, 3, 0], "2 ranks without a counterpart"),
+        (Layout(dp=1, tp=1, pp=2), [0, 2], "2 of 4"),
+        (Layout(dp=1, tp=2, pp=1), [0, 1], "2 of 4"),
+    ]
+    for number, (layout, expected, words) in enumerate(layouts):
         for source in (run.path, tmp_path / "store"):
             if not source.exists():
                 ucpstore.convert(run.path, source)
@@ -680,5 +676,5 @@ def test_mp_files_differ_only_in_their_random_state(tmp_path: Path) -> None:
             report = ucpstore.convert(source, path, to="deepspeed", layout=layout)
             assert random_of(path) == expected
             told = [text for text in report.warnings if "random number" in text]
+            assert [words in text for text in told if words] == [True] * (words is not None)
             assert len(told) == (words is not None)
-            assert words is None or words in told[0]
