@@ -56,6 +56,9 @@ class MemorySource:
         self.common = CommonState(document)
         self.parallelism = {"dp": 1, "tp": 1, "pp": 1, "zero_stage": 1, "tag": TAG}
 
+    def spec(self, fqn: str, state: str) -> StateSpec:
+        return self.parameters[fqn].states[state]
+
     def files(self) -> Sequence[SourceFile]:
         return []
 
@@ -117,14 +120,16 @@ def layouts(draw: st.DrawFn, layers: int, *, dtype: str, tied: bool) -> Layout:
     pp = draw(st.integers(1, 2)) if stage == 1 else 1
     ranks = draw(st.integers(1, max(1, 8 // (tp * pp))))
     sp = draw(st.sampled_from([n for n in (1, 2, 3) if ranks % n == 0]))
-    more: dict[str, Any] = {"fused_adam": False}
+    more: dict[str, Any] = {"fused_adam": False} if stage == 0 else {}
     if pp > 1:
         more["stages"] = (0, draw(st.integers(1, layers)))
         more["tied"] = {"embed": (0, layers + 1)} if tied else None
     elif stage <= 1:
         more["pipeline"] = False
     if stage == 3:
-        more["sub_group_size"] = draw(st.sampled_from([1, 7, 10**9]))
+        # ranks with slices of different sizes would have different sub-groups
+        sizes = [1, 7, 10**9] if tp == 1 else [10**9]
+        more["sub_group_size"] = draw(st.sampled_from(sizes))
     return Layout(dp=ranks // sp, sp=sp, tp=tp, pp=pp, zero_stage=stage, dtype=dtype, **more)
 
 
