@@ -125,16 +125,29 @@ class _View:
 
     patterns: Patterns = field(default_factory=Patterns)
     mapping: NameMapping | None = None
+    unfreeze: tuple[tuple[str, int], ...] = ()
 
 
 def _open_source(files: Files, name: str, tag: str | None, view: _View) -> Source:
     """Open, and look through the mapping."""
     source = _format_of(files, name).open(files, tag=tag, patterns=view.patterns)
-    if view.mapping is None:
-        return source
-    from ucpstore.mapped import map_source
+    if view.mapping is not None:
+        from ucpstore.mapped import map_source
 
-    return map_source(source, view.mapping)
+        source = map_source(source, view.mapping)
+    if view.unfreeze:
+        from ucpstore.unfrozen import UnfrozenSource
+
+        source = UnfrozenSource(source, view.unfreeze)
+    return source
+
+
+def _view(
+    patterns: Rules | None, mapping: NameMapping | None, unfreeze: Mapping[str, int] | None
+) -> _View:
+    from ucpstore.unfrozen import checked_unfreeze
+
+    return _View(Patterns.of(patterns), _checked(mapping), checked_unfreeze(unfreeze))
 
 
 def _checked(mapping: NameMapping | None) -> NameMapping | None:
@@ -209,6 +222,7 @@ class _Request:
         layout: Layout | None,
         patterns: Rules | None,
         mapping: NameMapping | None,
+        unfreeze: Mapping[str, int] | None,
         format: str,  # noqa: A002
         tag: str | None,
         states: Sequence[str] | None,
@@ -219,6 +233,10 @@ class _Request:
     ) -> _Request:
         """What `convert` and `plan` were asked for."""
         _check_target(to, layout, {"states": states, "only": only, "exclude": exclude})
+        if unfreeze is not None and to != "deepspeed":
+            raise PlanError(
+                "unfreeze is for the run that loads a native checkpoint: give it with to='deepspeed'."
+            )
         return cls(
             # In full: a worker process may have another working directory.
             source=parse_url(source).url,
@@ -226,7 +244,7 @@ class _Request:
             layout=layout,
             format=format,
             tag=tag,
-            view=_View(Patterns.of(patterns), _checked(mapping)),
+            view=_view(patterns, mapping, unfreeze),
             states=_names("states", states),
             only=_names("only", only),
             exclude=_names("exclude", exclude),
@@ -255,7 +273,8 @@ class _Request:
         rules = self.view.patterns
         target = DeepSpeedTarget(files, source, layout, rules)
         warnings = [*target.warnings]
-        if self.view.mapping is None and same_layout(source, layout, rules):
+        changed = self.view.mapping is not None or self.view.unfreeze
+        if not changed and same_layout(source, layout, rules):
             warnings.append(_SAME_LAYOUT)
         plan = make_plan(
             source,
@@ -316,6 +335,7 @@ def plan(
     layout: Layout | None = None,
     patterns: Rules | None = None,
     mapping: NameMapping | None = None,
+    unfreeze: Mapping[str, int] | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     states: Sequence[str] | None = None,
@@ -338,6 +358,7 @@ def plan(
         layout=layout,
         patterns=patterns,
         mapping=mapping,
+        unfreeze=unfreeze,
         format=format,
         tag=tag,
         states=states,
@@ -393,6 +414,7 @@ def convert(
     layout: Layout | None = None,
     patterns: Rules | None = None,
     mapping: NameMapping | None = None,
+    unfreeze: Mapping[str, int] | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     states: Sequence[str] | None = None,
@@ -429,6 +451,12 @@ def convert(
     mapping : ucpstore.Mapping, optional
         Names and shapes of the target, where they are not the source's. `states` are the source's, `only` and
         `exclude` look at the target's names.
+    unfreeze : mapping of str to int, optional
+        The run that loads a native checkpoint trains parameters that the source's did not: globs over their names
+        (in the target), with the number of the parameter group in ``common["param_groups"]`` that each joins, such as
+        ``{"model.layers.0.*": 0}``. They get the group's hyper-parameters, their weight as the master weight,
+        zeros for the optimizer's states, and the group's step, as DeepSpeed keeps one for a flat buffer.
+        Without this, DeepSpeed finds another number of elements than its optimizer's and refuses to load.
     states : sequence of str, optional
         Only these states; by default all that cannot be made again from others (16-bit copies of
         master weights are left out).
@@ -480,6 +508,7 @@ def convert(
         layout=layout,
         patterns=patterns,
         mapping=mapping,
+        unfreeze=unfreeze,
         format=format,
         tag=tag,
         states=states,
@@ -511,6 +540,7 @@ def load(
     compare: bool = False,
     patterns: Rules | None = None,
     mapping: NameMapping | None = None,
+    unfreeze: Mapping[str, int] | None = None,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -536,6 +566,8 @@ def load(
         Read every replica in the source and require that they are bit-equal.
     patterns : Patterns, path or str, optional
         As for `open`; in both layouts they come before what the checkpoint says itself.
+    unfreeze : mapping of str to int, optional
+        As for `convert`.
     mapping, format, tag, storage_options
         As for `open`.
 
@@ -561,7 +593,7 @@ def load(
     from ucpstore.formats.deepspeed.recipe import make_recipe
     from ucpstore.rankstate import RankState
 
-    view = _View(Patterns.of(patterns), _checked(mapping))
+    view = _view(patterns, mapping, unfreeze)
     source = _open_source(open_files(os.fspath(url), storage_options), format, tag, view)
     recipe = make_recipe(source, layout, view.patterns)
     state = RankState(

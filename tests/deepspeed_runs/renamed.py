@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.deepspeed_runs.model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LanguageModel, rotate
+from tests.deepspeed_runs.pipeline import loss_fn, scale
 
 
 class Prefixed(nn.Module):
@@ -100,7 +101,42 @@ class Megatron(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-WRAPS: dict[str, Any] = {"prefixed": Prefixed, "megatron": Megatron}
+class Unpiped(nn.Module):
+    """The twin of the pipeline as a language model of Megatron's: ``GPTModelPipe`` became ``GPTModel``."""
+
+    def __init__(self, twin: Any) -> None:
+        super().__init__()
+        layers = twin._modules
+        self.language_model = nn.ModuleDict(
+            {
+                "embedding": twin.tied_modules["embed"],
+                "encoder": nn.ModuleDict(
+                    {
+                        "layers": nn.ModuleList([layers["2"], layers["3"], layers["5"]]),
+                        "final_layernorm": layers["6"],
+                    }
+                ),
+            }
+        )
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss of token ids and labels (batch, length)."""
+        embedding, encoder = (self.language_model[name] for name in ("embedding", "encoder"))
+        first, second, third = encoder["layers"]
+        x = third(scale(second(first(scale(embedding(tokens))))))
+        return loss_fn(embedding(encoder["final_layernorm"](x)), labels)
+
+
+UNPIPED = {
+    "tied_modules.embed": "language_model.embedding",
+    "2": "language_model.encoder.layers.0",
+    "3": "language_model.encoder.layers.1",
+    "5": "language_model.encoder.layers.2",
+    "6": "language_model.encoder.final_layernorm",
+}
+"""Modules of the pipeline -> those of `Unpiped`."""
+
+WRAPS: dict[str, Any] = {"prefixed": Prefixed, "megatron": Megatron, "unpiped": Unpiped}
 
 MEGATRON_MAPPING = {
     "rename": [

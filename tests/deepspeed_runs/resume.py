@@ -31,8 +31,11 @@ class Request:
 
     The layout (number of ranks, degrees, ZeRO stage, dtype, further ZeRO and other options) is that of the
     resuming run. ``model`` is that of the resuming run where it is not the case's: a plain twin of a
-    pipeline, or a pipeline; ``wrap`` names one of `renamed.WRAPS`, the model's other form. ``save`` is where
-    the engine saves before the further steps.
+    pipeline, or a pipeline; ``wrap`` names one of `renamed.WRAPS`, the model's other form; ``thaw`` names
+    parameters that the resuming run trains though the case froze them. ``node`` is how many ranks share a
+    machine, where these are several: what counts for `LOCAL_RANK`. ``tag`` is asked for as Accelerate does
+    it, and ``trainer`` loads by the function of transformers' Trainer. ``save`` is where the engine saves before
+    the further steps.
     """
 
     load: str | None
@@ -45,6 +48,10 @@ class Request:
     partition: str = "uniform"
     model: str | None = None
     wrap: str = ""
+    thaw: tuple[str, ...] = ()
+    node: int | None = None
+    tag: str | None = None
+    trainer: bool = False
     further: int = 5
     zero: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -83,11 +90,16 @@ class Request:
         from tests.deepspeed_runs import train
 
         source = find_case(case.name)
+        if self.node is not None:
+            machine = {"LOCAL_RANK": dist.get_rank() % self.node, "LOCAL_WORLD_SIZE": self.node}
+            os.environ.update({key: str(value) for key, value in machine.items()})
         model = train.build(case)
         if self.wrap:
             from tests.deepspeed_runs.renamed import WRAPS
 
             model = WRAPS[self.wrap](model)
+        for fqn in self.thaw:
+            model.get_parameter(fqn).requires_grad_(True)
         if self.load is not None:
             self._prepare(model)
         initial = train.values(model)
@@ -130,7 +142,12 @@ class Request:
 
     def _load(self, engine: Any, case: Case) -> dict[str, Any]:
         """Load into the engine of `case`, and return the client's state."""
-        found, client = engine.load_checkpoint(self.load)
+        if self.trainer:
+            from transformers.integrations.deepspeed import deepspeed_load_checkpoint
+
+            deepspeed_load_checkpoint(engine, self.load)
+            return {}
+        found, client = engine.load_checkpoint(self.load, self.tag)
         if found is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {self.load}")
         return dict(client)

@@ -61,10 +61,33 @@ _patterns = click.option(
 )
 
 
+def _groups(
+    context: click.Context, option: click.Parameter, texts: tuple[str, ...]
+) -> dict[str, int] | None:
+    """``GLOB=GROUP`` pairs."""
+    found = {}
+    for text in texts:
+        glob, separator, group = text.rpartition("=")
+        if not (separator and glob and group.isascii() and group.isdigit()):
+            raise click.BadParameter(f"{text!r} is not GLOB=GROUP", ctx=context, param=option)
+        found[glob] = int(group)
+    return found or None
+
+
+_unfreeze = click.option(
+    "--unfreeze",
+    multiple=True,
+    metavar="GLOB=GROUP",
+    callback=_groups,
+    help="Frozen parameters that the run will train, and the number of the parameter group that they join.",
+)
+
+
 def _selection(command: Any) -> Any:
     """Options that choose the target, parameters and states."""
     for option in (
         mapping_option("SOURCE"),
+        _unfreeze,
         click.option(
             "--layout", metavar="NAME=N,...", help="Of the run that loads it: dp=2,zero_stage=3."
         ),
@@ -268,6 +291,7 @@ def _request(output: Output, request: dict[str, Any]) -> dict[str, Any]:
         "format": request["format_"],
         "tag": request["tag"],
         "mapping": read_mapping(request["mappings"]),
+        "unfreeze": request["unfreeze"],
         "states": request["states"] or None,
         "only": request["only"] or None,
         "exclude": request["exclude"] or None,
@@ -373,6 +397,7 @@ def convert(
 @click.option("--compare", is_flag=True, help="Read every replica and require equal bits.")
 @_patterns
 @_mapping
+@_unfreeze
 @_format
 @_tag
 @options
@@ -385,6 +410,7 @@ def load(
     compare: bool,
     patterns: str | None,
     mappings: Sequence[str],
+    unfreeze: dict[str, int] | None,
     format_: str,
     tag: str | None,
     output: Output,
@@ -396,6 +422,7 @@ def load(
         rank,
         patterns=patterns,
         mapping=read_mapping(mappings),
+        unfreeze=unfreeze,
         format=format_,
         tag=tag,
         storage_options=output.storage_options,

@@ -168,6 +168,7 @@ def make_plan(
     rules = source.common.document.get("patterns")  # they decide what the source's elements are
     # A mapping decides the bytes of every target, also where it leaves no trace in names and shapes.
     mapping = source.parallelism.get("mapping")
+    unfrozen = source.parallelism.get("unfrozen")
     document = {
         "version": PLAN_VERSION,
         "source": {
@@ -175,6 +176,7 @@ def make_plan(
             "files": [(f.name, f.nbytes, f.token) for f in files],
             **({} if rules is None else {"patterns": rules}),
             **({} if mapping is None else {"mapping": mapping}),
+            **({} if unfrozen is None else {"unfrozen": unfrozen}),
         },
         "target": target.document(),
     }

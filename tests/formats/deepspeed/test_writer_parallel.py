@@ -27,7 +27,7 @@ from tests.formats.deepspeed.test_real_runs import bits, read
 from tests.schemas import validate
 from ucpstore import Layout
 from ucpstore.contracts import CommonState, ParameterSpec, Role, Source, StateSpec
-from ucpstore.errors import PatternError, PlanError
+from ucpstore.errors import PatternError, PlanError, UnsupportedSourceError
 from ucpstore.formats.deepspeed.autotp import TensorParallel
 from ucpstore.formats.deepspeed.contents import model_file
 from ucpstore.formats.deepspeed.pipelining import Pipeline, make_pipeline
@@ -256,6 +256,42 @@ def test_rows_that_pad_a_vocabulary_are_zero_and_dropped_again(tmp_path: Path) -
     assert (weights[0]["module"]["lm_head.weight"].shape, last.shape) == ((32, 24), (32, 24))
     assert last[:8].ne(0).all()
     assert not last[8:].any()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", ["s1-fp32-dp2", "tp2-s1-fp32-dp2"])
+def test_rows_that_pad_a_vocabulary_are_told_on_one_rank_too(
+    name: str, stage: int, tmp_path: Path
+) -> None:
+    """There nothing but the entry says which rows are true ones, whether or not the source has one."""
+    source = open_source(deepspeed_run(name).path)
+    rows = source.parameters["lm_head.weight"].states["fp32"].shape[0]
+    pad = f'[[rule]]\nmatch = "lm_head.weight"\ntp = "shard(0)"\npad = {{dim = 0, true_size = {rows}, multiple = 64}}'
+    write(source, tmp_path, Layout(dp=2, zero_stage=stage), Patterns.parse(pad))
+    model = (
+        "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+    )
+    content = torch.load(tmp_path / "global_step3" / model, weights_only=False)
+    assert content["universal_checkpoint_info"]["original_vocab_size"] == rows
+    if stage == 1:
+        assert content["module"]["lm_head.weight"].shape[0] == 64
+    same_states(source, open_source(tmp_path))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_without_rows_of_a_vector(stage: int, tmp_path: Path) -> None:
+    """A slice of no elements looks like a ZeRO-3 placeholder."""
+    source = open_source(deepspeed_run("s1-fp32-dp2").path)
+    rules = '[[rule]]\nmatch = "**k_proj.*"\ntp = {pattern = "shard", dim = 0, unit = 12}\n'
+    rules += '[[rule]]\nmatch = "**"\ntp = "replicate"\n'
+    layout = Layout(tp=2, dp=2, zero_stage=stage)
+    write(source, tmp_path / "c", layout, Patterns.parse(rules))
+    same_states(source, open_source(tmp_path / "c"))
+    if stage == 3:
+        small = replace(layout, sub_group_size=50)
+        write(source, tmp_path / "d", small, Patterns.parse(rules))
+        with pytest.raises(UnsupportedSourceError, match=r"mp_rank_01_.* has \d+ sub-groups"):
+            open_source(tmp_path / "d")
 
 
 def test_entries_of_layers_that_are_no_tensors_are_kept(tmp_path: Path) -> None:
@@ -645,7 +681,8 @@ def test_random_state_stays_with_ranks_that_have_a_counterpart() -> None:
     assert notes == ["tiny run"] * 3 + ["of the last"]
     # stage 1 of tensor-parallel rank 0 was model-parallel rank 2
     fewer, notes, told = states(layout_of(run, tp=1))
-    assert (fewer, notes, told) == ([0, 2], ["tiny run"] * 2, [])
+    assert (fewer, notes) == ([0, 2], ["tiny run"] * 2)
+    assert "2 of 4 states have no counterpart" in told[0]
     more, _, told = states(layout_of(run, tp=3))
     assert more == [0, 1, 0, 2, 3, 0]
     assert "2 ranks without a counterpart" in told[0]

@@ -143,8 +143,9 @@ class Assembly:
             refs = [model.module.get(fqn) for model in models]
             local = [per_rank.get(fqn) for per_rank in shapes]
             if fqn in self._trainable:
+                # a rank whose slice is empty has what looks like a placeholder, and is
                 if stage == 3 and all(
-                    ref is None or is_placeholder(ref, shape)
+                    ref is None or ref.numel == 0 or is_placeholder(ref, shape)
                     for ref, shape in zip(refs, local, strict=True)
                 ):
                     continue

@@ -17,7 +17,11 @@ from ucpstore.layout.geometry import Strided
 from ucpstore.pieces import Bound, Buffer
 from ucpstore.tagged import encode
 
-__all__ = ["Common", "Tensors", "collect_common"]
+__all__ = ["NO_SCHEDULER", "Common", "Tensors", "collect_common"]
+
+NO_SCHEDULER = (
+    "the checkpoint has no lr_scheduler state: whoever owns the scheduler must restore it."
+)
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _RNG = ("rng_state", "rng_states")
@@ -115,9 +119,7 @@ def collect_common(
     steps, where = _all_steps(stages, numbers)
     scheduler = first.rest.get("lr_scheduler")
     if scheduler is None:
-        warnings.append(
-            "the checkpoint has no lr_scheduler state: whoever owns the scheduler must restore it."
-        )
+        warnings.append(NO_SCHEDULER)
     rest = dict(shard.rest)
     loss_scaler = rest.pop("loss_scaler", None)
     if shard.patterns is not None:

@@ -66,12 +66,18 @@ def read_groups(
         members = _in_order(source, config, members, warnings)
         groups.append(Group(hyper, tuple(members), _states(source, index, members, flat=flat)))
     owned = {member.fqn for group in groups for member in group.members}
+    if not owned:
+        raise UnsupportedSourceError(
+            f"{source.url}: found weights only, no parameter group with parameters; expected the states of the"
+            " optimizer that will load them.",
+            kind=Kind.MISSING_KEY,
+        )
     astray = [
         f
         for f, p in source.parameters.items()
         if p.trainable and buffer_of(p) is None and f not in owned
     ]
-    if astray or not owned:
+    if astray:
         raise UnsupportedSourceError(
             f"{source.url}: parameter groups list {len(owned)} parameters, but not {listing(astray)}; expected"
             " every trainable one."
@@ -113,10 +119,11 @@ def _in_order(
             grad_accum_dtype=accumulation_of(config),
         ),
     )
-    if dealt and source.parallelism.get("mapping_reorders"):
+    changed = source.parallelism.get("mapping_reorders") or source.parallelism.get("unfrozen")
+    if dealt and changed:
         raise UnsupportedSourceError(
             f"{source.url}: round_robin_gradients has dealt its parameters out by their number and order, and the"
-            " mapping changed them; the order in which an optimizer would get them is not known."
+            " mapping or unfreeze changed them; the order in which an optimizer would get them is not known."
         )
     if source.parallelism.get("pp", 1) == 1:
         return undeal(members, int(source.parallelism["dp"])) if dealt else members

@@ -214,7 +214,10 @@ class _Opening:
         steps = read_steps(self._files, first)
         self._map(lambda shard: self._require_one_save(first, steps, shard), rest)
         for shard in rest:
-            _require_same(first, shard, ("stage", "optimizer_class", "counts", "group_units"))
+            _require_same(first, shard, ("stage", "optimizer_class"))
+            if first.stage == shard.stage == 3 and len(first.counts) != len(shard.counts):
+                raise _other_sub_groups(first, shard)
+            _require_same(first, shard, ("counts", "group_units"))
         for group in shards:
             for shard in group:  # uneven slices of tensor-parallel ranks are padded differently
                 _require_same(group[0], shard, ("pads",))
@@ -483,6 +486,15 @@ def _require_same(first: Shard, other: Shard, facts: Sequence[str]) -> None:
                 f"{other.name} and {first.name} do not belong together: {what} is {theirs!r:.80} and"
                 f" {mine!r:.80}."
             )
+
+
+def _other_sub_groups(first: Shard, other: Shard) -> UnsupportedSourceError:
+    return UnsupportedSourceError(
+        f"{other.name} has {len(other.counts)} sub-groups, {first.name} has {len(first.counts)}: tensor-parallel"
+        " ranks with slices of other sizes close theirs after other parameters, which is not supported yet; or the"
+        " files do not belong together.",
+        hint="Save with a sub_group_size above the elements that a rank holds.",
+    )
 
 
 def _without_optimizer(found: RankFiles, model: Model) -> IncompleteSourceError:

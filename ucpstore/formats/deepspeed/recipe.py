@@ -9,6 +9,7 @@ from typing import Any
 
 from ucpstore.contracts import CommonState, ParameterSpec, Source
 from ucpstore.errors import UnsupportedSourceError, listing
+from ucpstore.formats.deepspeed.common import NO_SCHEDULER
 from ucpstore.formats.deepspeed.decide import decide
 from ucpstore.formats.deepspeed.groups import is_dealt, read_groups, source_dtype
 from ucpstore.formats.deepspeed.pipelining import Pipeline, make_pipeline
@@ -256,6 +257,7 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         *found,
         *_order_warnings(source),
         *_frozen_warnings(source, wrapper),
+        *_scheduler_warnings(source, common),
         *scaler.warnings(int(source.parallelism.get("zero_stage", 1)), layout.zero_stage),
         *_clip_warnings(source, layout, wrapper, clip_in(framework)),
     ]
@@ -368,19 +370,33 @@ def _label(
 
 
 def _rng_warnings(recipe: Recipe) -> list[str]:
+    """Ranks that get another one's random state, and saved states that no rank gets."""
     saved = recipe.common.get("rng") or {}
     if not saved:
         return []
     ranks = recipe.layout.zero_ranks if recipe.layout.zero_stage == 3 else 1
     wanted = [(rank.pp, rank.tp, dp) for rank in recipe.ranks for dp in range(ranks)]
-    lost = [place for place in wanted if _label(recipe.facts, place, saved) is None]
-    if not lost:
+    found = [_label(recipe.facts, place, saved) for place in wanted]
+    alone = found.count(None)
+    used = {next(iter(saved)) if label is None else label for label in found}
+    told = []
+    if alone:
+        told.append(f"{alone} ranks without a counterpart in the source get the first one's")
+    if left := saved.keys() - used:
+        told.append(f"{len(left)} of {len(saved)} states have no counterpart and are left out")
+    if not told:
         return []
     text = (
         f"random number generators were saved by {len(saved)} ranks, the layout has {len(wanted)} files for them:"
-        f" {len(lost)} ranks without a counterpart in the source get the first one's."
+        f" {'; '.join(told)}."
     )
     return [text]
+
+
+def _scheduler_warnings(source: Source, common: Mapping[str, Any]) -> list[str]:
+    """A store no longer says what its source did."""
+    lost = common.get("scheduler") is None and NO_SCHEDULER not in source.warnings
+    return [NO_SCHEDULER] if lost else []
 
 
 def _order_warnings(source: Source) -> list[str]:

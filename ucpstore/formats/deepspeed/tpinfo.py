@@ -38,7 +38,7 @@ def entry_for(framework: Mapping[str, Any], slices: Slices) -> dict[str, Any] | 
     if not isinstance(found, dict) and isinstance(optimizer, dict):
         found = optimizer.get(UNIVERSAL)
     if not isinstance(found, dict):
-        return describe_slices(slices) if slices.degree > 1 else None
+        return describe_slices(slices) if slices.degree > 1 or _is_padded(slices) else None
     info = universal_info(found, slices)
     return info if _describes(info, slices) else {**info, **describe_slices(slices)}
 
@@ -66,7 +66,7 @@ def universal_info(info: Mapping[str, Any], slices: Slices) -> dict[str, Any]:
 
 def _describes(info: Mapping[str, Any], slices: Slices) -> bool:
     """Whether who follows the lists puts the slices together to what they were cut from."""
-    if slices.degree == 1:
+    if slices.degree == 1 and not _is_padded(slices):
         return True
     try:
         rules = rules_of(info, slices.degree)
@@ -74,6 +74,11 @@ def _describes(info: Mapping[str, Any], slices: Slices) -> bool:
         return not refused and all(_fits(rules, fqn, slices.all(fqn)) for fqn in slices.held)
     except PatternError:
         return False
+
+
+def _is_padded(slices: Slices) -> bool:
+    """Whether there are rows that whoever reads the files could take for true ones."""
+    return any(local.padding for fqn in slices.held for local in slices.all(fqn))
 
 
 def _fits(rules: Patterns, fqn: str, locals_: tuple[Local, ...]) -> bool:
