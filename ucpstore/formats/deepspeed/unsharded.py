@@ -82,8 +82,11 @@ def flat_weights(recipe: Recipe, rank: ModelRank) -> dict[str, View]:
 
 
 def names_file(recipe: Recipe) -> bytes:
-    """`ucpstore.formats.deepspeed.stage0.NAMES_FILE`, which DeepSpeed ignores: the file itself names none."""
-    names = [[member.fqn for member in group.members] for group in recipe.groups]
+    """`ucpstore.formats.deepspeed.stage0.NAMES_FILE`, which DeepSpeed ignores: the file itself names none.
+
+    Groups without parameters are in no file (see `ModelRank`), so not here either.
+    """
+    names = [[member.fqn for member in group.members] for group in recipe.groups if group.members]
     return json.dumps(names, indent=1).encode()
 
 
