@@ -104,6 +104,8 @@ def _in_order(
     Stages of a pipeline are listed one after the other, and each lists tied modules first, as
     ``named_parameters`` does; so does whichever stage holds them in the target.
     """
+    if source.parallelism.get("mapping_ordered"):
+        return members  # the order is the user's, not one that was found in files
     dealt = source.parallelism.get("optimizer_class") == ZERO and is_dealt(
         config,
         # what was written for BF16_Optimizer looks like this, too
