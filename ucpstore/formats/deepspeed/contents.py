@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from ucpstore.formats.deepspeed.ranks import ModelRank, buffer_of, weight_of
 from ucpstore.formats.deepspeed.recipe import Recipe, tensors_in
+from ucpstore.formats.deepspeed.scheduler import of_groups
 from ucpstore.formats.deepspeed.stage0 import NAMES_FILE
 from ucpstore.formats.deepspeed.states import MASTER
 from ucpstore.formats.deepspeed.tpinfo import UNIVERSAL
@@ -244,7 +245,7 @@ def model_file(recipe: Recipe, rank: ModelRank, dp: int) -> dict[str, Any]:
         ),
         "frozen_param_fragments": _fragments(recipe, rank, dp) if frozen else None,
         "shared_params": None if layout.zero_stage == 0 else _shared(recipe, rank, dp),
-        "lr_scheduler": recipe.common.get("scheduler"),
+        "lr_scheduler": of_groups(recipe.common.get("scheduler"), rank.places, recipe.group_count),
         "data_sampler": framework.get("data_sampler"),
         "random_ltd": framework.get("random_ltd"),
         "skipped_steps": counters.get("skipped_steps", 0),

@@ -51,6 +51,8 @@ class ModelRank:
     groups : tuple of Group
         With local shapes. DeepSpeed removes groups without parameters (``_configure_optimizer`` of
         ``runtime/engine.py``), so a pipeline stage may have fewer.
+    places : tuple of int
+        Positions of these groups among those of all stages.
     info : UcpInfo
         What each of its data-parallel ranks holds.
     """
@@ -60,6 +62,7 @@ class ModelRank:
     mp: int
     names: tuple[str, ...]
     groups: tuple[Group, ...]
+    places: tuple[int, ...]
     info: UcpInfo
 
 
@@ -165,24 +168,26 @@ def model_ranks(
     PlanError
         A pipeline stage has no trainable parameters: DeepSpeed's optimizers need some.
     """
+    filled = [group for group in groups if group.members]
     for pp in range(layout.pp):
         names = [f for f in parameters if pipeline is None or pp in pipeline.stages(f)]
         here = set(names)
         for tp in range(layout.tp):
-            mine = []
-            for group in groups:
+            mine: dict[int, Group] = {}
+            for place, group in enumerate(filled):
                 members = [slices.member(m, tp) for m in group.members if m.fqn in here]
                 if members:
                     members = deal(members, layout.zero_ranks) if dealt else members
-                    mine.append(replace(group, members=tuple(members)))
+                    mine[place] = replace(group, members=tuple(members))
             if not mine:
                 raise PlanError(
                     f"pipeline stage {pp} of {layout.pp} has no trainable parameters; DeepSpeed's optimizers need"
                     " some.",
                     hint="Choose fewer stages, or other ones with stages=.",
                 )
-            info = _info([group.members for group in mine], layout, flat=flat)
-            yield ModelRank(pp, tp, pp * layout.tp + tp, tuple(names), tuple(mine), info)
+            info = _info([group.members for group in mine.values()], layout, flat=flat)
+            mp = pp * layout.tp + tp
+            yield ModelRank(pp, tp, mp, tuple(names), tuple(mine.values()), tuple(mine), info)
 
 
 def _info(members: Sequence[Sequence[Member]], layout: Layout, *, flat: bool) -> UcpInfo:

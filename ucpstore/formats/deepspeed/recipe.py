@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ucpstore.contracts import CommonState, ParameterSpec, Source
-from ucpstore.errors import UnsupportedSourceError, listing
+from ucpstore.errors import PlanError, UnsupportedSourceError, listing
 from ucpstore.formats.deepspeed.decide import decide
 from ucpstore.formats.deepspeed.groups import is_dealt, read_groups, source_dtype
 from ucpstore.formats.deepspeed.pipelining import Pipeline, make_pipeline
@@ -94,6 +94,11 @@ class Recipe:
     def dtype(self) -> str:
         """Element type of the model's weights."""
         return self.layout.dtype or "float32"
+
+    @property
+    def group_count(self) -> int:
+        """Parameter groups that have parameters."""
+        return sum(bool(group.members) for group in self.groups)
 
     @property
     def prefix(self) -> str:
@@ -240,7 +245,9 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
     )
     pipeline = None
     if layout.pipeline:
-        pipeline = make_pipeline(_numels(source, slices), framework.get("pipeline"), layout)
+        numels = _numels(source, slices, framework.get("module_extras") or {})
+        pipeline = make_pipeline(numels, framework.get("pipeline"), layout)
+        _require_together(source, pipeline)
         warnings += pipeline.warnings
     ranks = model_ranks(
         groups,
@@ -289,12 +296,31 @@ def known_patterns(source: Source, patterns: Patterns | None) -> Patterns | None
     return own if patterns is None else patterns + own
 
 
-def _numels(source: Source, slices: Slices) -> dict[str, int]:
-    """Trainable elements of everything on the first tensor-parallel rank."""
-    return {
-        fqn: slices.local(fqn, 0).numel if MASTER in parameter.states else 0
-        for fqn, parameter in source.parameters.items()
-    }
+def _numels(source: Source, slices: Slices, extras: Iterable[str]) -> dict[str, int]:
+    """Trainable elements of everything that the layers hold, on the first tensor-parallel rank.
+
+    A layer counts what it shares with another one, but a name inside itself only once.
+    """
+    found = dict.fromkeys(extras, 0)
+    for fqn, parameter in source.parameters.items():
+        numel = slices.local(fqn, 0).numel if MASTER in parameter.states else 0
+        layer = fqn.partition(".")[0]
+        found |= {a: 0 if a.partition(".")[0] == layer else numel for a in parameter.aliases}
+        found[fqn] = numel
+    return found
+
+
+def _require_together(source: Source, pipeline: Pipeline) -> None:
+    """A parameter that two layers share lies on one stage, unless its module is a tied one."""
+    for fqn, parameter in source.parameters.items():
+        for alias in parameter.aliases:
+            here, there = pipeline.stages(fqn), pipeline.stages(alias)
+            if here != there:
+                raise PlanError(
+                    f"{alias!r} is another name of {fqn!r}, but it is on stage {listing(there)}, the other on"
+                    f" {listing(here)}: a parameter that stages share must be one of a tied module.",
+                    hint="Choose stages= that hold both, or map the names to tied_modules.KEY.",
+                )
 
 
 def _without_lost(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -1,0 +1,140 @@
+"""Native targets of models that no run here has: odd shapes, groups, names and documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ucpstore
+from tests.fakes import ArraySource, random_array
+from tests.formats.deepspeed.native import write
+from ucpstore import Layout
+from ucpstore.errors import PlanError
+from ucpstore.layout.region import Region
+
+Shapes = Mapping[str, tuple[int, ...]]
+STATES = ("fp32", "adam_m", "adam_v")
+PIPELINE: Mapping[str, Any] = {"stages": [[0, 1, 2, 3]], "tied": {}}
+LAYERS: Shapes = {"0.w": (3, 2), "1.w": (3, 2), "3.b": (2,)}
+
+
+def made_up(
+    shapes: Shapes,
+    groups: Sequence[Sequence[str]] | None = None,
+    *,
+    framework: Mapping[str, Any] | None = None,
+    specs: Mapping[str, Mapping[str, Any]] | None = None,
+    **common: Any,
+) -> ArraySource:
+    """A source of a DeepSpeed run with Adam that has these parameters."""
+    arrays = {
+        fqn: {
+            state: random_array(shape, seed=3 * number + k).reshape(shape)
+            for k, state in enumerate(STATES)
+        }
+        for number, (fqn, shape) in enumerate(shapes.items())
+    }
+    document = {
+        "param_groups": [
+            {"lr": 0.1 * (n + 1), "weight_decay": 0.01 * n, "params": list(group)}
+            for n, group in enumerate(groups or [list(shapes)])
+        ],
+        "steps": dict.fromkeys(shapes, 3),
+        "counters": {"global_steps": 3, "global_samples": 6, "skipped_steps": 0},
+        "framework": {
+            "name": "deepspeed",
+            "version": "0.19.8",
+            "ds_config": {},
+            "optimizer": {"step": {"kept_in": ["state"], "types": ["float32"]}, "scalars": []},
+            **(framework or {}),
+        },
+        **common,
+    }
+    facts = {"dp": 1, "tp": 1, "pp": 1, "zero_stage": 1}
+    return ArraySource(arrays, document, specs=specs, parallelism=facts)
+
+
+def same(source: ArraySource, path: Path) -> None:
+    """What was written has every state, in the same groups and order."""
+    back = ucpstore.open(path).source
+    assert back.parameters.keys() == source.parameters.keys()
+    for fqn, parameter in source.parameters.items():
+        for state, spec in parameter.states.items():
+            region = Region.full(spec.shape)
+            wanted, found = (np.empty(spec.shape, np.float32) for _ in range(2))
+            source.read(fqn, state, region, wanted)
+            back.read(fqn, state, region, found, compare=True)
+            assert wanted.tobytes() == found.tobytes(), (fqn, state)
+    mine, theirs = (s.common.document["param_groups"] for s in (source, back))
+    assert theirs == [group for group in mine if group["params"]]
+
+
+@pytest.mark.parametrize("dp", [1, 40])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("shapes", "groups"),
+    [
+        ({"a": ()}, None),
+        ({"a": (0, 4)}, None),
+        ({"a": (), "b": (0,), "c": (3, 2)}, None),
+        ({"a": (2, 4), "b": (3,)}, [[], ["b"], ["a"]]),
+        ({"a/b é\n.w": (2, 4), "..": (3,), "'\"": (1,)}, None),
+    ],
+)
+def test_odd_models(
+    shapes: Shapes, groups: Sequence[Sequence[str]] | None, stage: int, dp: int, tmp_path: Path
+) -> None:
+    source = made_up(shapes, groups)
+    write(source, tmp_path, Layout(dp=dp, zero_stage=stage))
+    same(source, tmp_path)
+
+
+# ------------------------------------------------------------------------ pipelines
+
+
+def test_a_stage_without_a_group_has_no_scheduler_numbers_of_it(tmp_path: Path) -> None:
+    per_group = {"base_lrs": [0.1, 0.2], "_last_lr": [0.3, 0.4]}
+    scheduler = {**per_group, "last_epoch": 3, "milestones": [5, 6], "_schedulers": [per_group]}
+    groups = [["1.w"], ["0.w", "3.b"]]
+    source = made_up(LAYERS, groups, framework={"pipeline": PIPELINE}, scheduler=scheduler)
+    target = write(source, tmp_path, Layout(pp=2, stages=(0, 1)))
+    same(source, tmp_path)
+    first, last = (
+        torch.load(tmp_path / target.recipe.tag / f"mp_rank_0{mp}_model_states.pt")["lr_scheduler"]
+        for mp in (0, 1)
+    )
+    assert last == scheduler
+    mine = {"base_lrs": [0.2], "_last_lr": [0.4]}
+    assert first == {**mine, "last_epoch": 3, "milestones": [5, 6], "_schedulers": [mine]}
+    back = ucpstore.open(tmp_path).common
+    assert back["scheduler"] == scheduler, "the first stage does not have all groups"
+
+
+def test_layers_that_share_a_parameter_each_have_a_file(tmp_path: Path) -> None:
+    specs = {"0.w": {"aliases": ("2.w",)}}
+    source = made_up(LAYERS, framework={"pipeline": PIPELINE}, specs=specs)
+    target = write(source, tmp_path, Layout(pp=2, stages=(0, 3)))
+    names = {path.name[:8] for path in (tmp_path / target.recipe.tag).glob("layer_*")}
+    assert names == {"layer_00", "layer_01", "layer_02", "layer_03"}
+    files = tmp_path / target.recipe.tag
+    zero, two = (
+        torch.load(files / f"layer_{n}-model_00-model_states.pt")["w"] for n in ("00", "02")
+    )
+    assert torch.equal(zero, two)
+    with pytest.raises(PlanError, match="another name"):
+        write(source, tmp_path / "apart", Layout(pp=2, stages=(0, 2)))
+
+
+@pytest.mark.parametrize("name", ["2.count", "tied_modules.key.count", "5.count"])
+def test_entries_of_layers_without_parameters_have_a_file(name: str, tmp_path: Path) -> None:
+    framework = {"pipeline": PIPELINE, "module_extras": {name: 5}}
+    layout = Layout(pp=2, tied={"key": (2,)}) if "tied" in name else Layout(pp=2)
+    target = write(made_up(LAYERS, framework=framework), tmp_path, layout)
+    number = "05" if name[0] == "5" else "02"
+    file = tmp_path / target.recipe.tag / f"layer_{number}-model_00-model_states.pt"
+    assert torch.load(file) == {"count": 5}
