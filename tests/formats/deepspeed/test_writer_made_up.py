@@ -14,7 +14,7 @@ import ucpstore
 from tests.fakes import ArraySource, random_array
 from tests.formats.deepspeed.native import write
 from ucpstore import Layout
-from ucpstore.errors import PlanError
+from ucpstore.errors import Kind, PlanError, UnsupportedSourceError
 from ucpstore.layout.region import Region
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -138,3 +138,41 @@ def test_entries_of_layers_without_parameters_have_a_file(name: str, tmp_path: P
     number = "05" if name[0] == "5" else "02"
     file = tmp_path / target.recipe.tag / f"layer_{number}-model_00-model_states.pt"
     assert torch.load(file) == {"count": 5}
+
+
+# -------------------------------------------------------------------------- sources
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        {"states": ["fp32"]},
+        {"states": ["adam_m"]},
+        {"only": ["a"]},
+        {"exclude": ["table"]},
+        {"exclude": ["frozen"]},
+    ],
+)
+def test_a_part_of_a_model_is_refused(selection: dict[str, Any], tmp_path: Path) -> None:
+    source = made_up({"a": (4, 2), "b": (3,)})
+    more = ArraySource(
+        {
+            **{f: {s: source._arrays[f, s] for s in STATES} for f in source.parameters},
+            "table": {"buffer": random_array((3,))},
+            "frozen": {"weight": random_array((3,))},
+        },
+        source.common.document,
+        specs={"table": {"trainable": False}, "frozen": {"trainable": False}},
+        parallelism=source.parallelism,
+    )
+    write(more, tmp_path / "native", Layout(zero_stage=2))
+    ucpstore.convert(tmp_path / "native", tmp_path / "part", **selection)
+    ucpstore.convert(tmp_path / "part", tmp_path / "copy")
+    for part in ("part", "copy"):
+        with pytest.raises(UnsupportedSourceError, match="is a selection") as caught:
+            write(ucpstore.open(tmp_path / part).source, tmp_path / "again", Layout())
+        assert caught.value.kind is Kind.SELECTION
+    ucpstore.convert(
+        tmp_path / "native", tmp_path / "all", states=["fp32", *STATES, "weight", "buffer"]
+    )
+    write(ucpstore.open(tmp_path / "all").source, tmp_path / "again", Layout())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ucpstore.contracts import ParameterSpec, Role, StateSpec
-from ucpstore.errors import PatternError, PlanError
+from ucpstore.errors import Kind, PatternError, PlanError, UnsupportedSourceError
 from ucpstore.formats.deepspeed.pipelining import Pipeline
 from ucpstore.formats.deepspeed.states import MASTER
 from ucpstore.formats.deepspeed.ucpinfo import Member, UcpInfo, deal
@@ -72,8 +72,21 @@ def buffer_of(parameter: ParameterSpec) -> str | None:
 
 
 def weight_of(parameter: ParameterSpec) -> tuple[str, StateSpec]:
-    """The state that a model's weight is made from."""
+    """The state that a model's weight is made from.
+
+    Raises
+    ------
+    UnsupportedSourceError
+        There is none.
+    """
     state = MASTER if MASTER in parameter.states else "weight"
+    if state not in parameter.states:
+        found = ", ".join(parameter.states) or "no states"
+        raise UnsupportedSourceError(
+            f"{parameter.fqn!r}: found {found}, expected a master weight ({MASTER}) or a weight.",
+            kind=Kind.MISSING_KEY,
+            fqn=parameter.fqn,
+        )
     return state, parameter.states[state]
 
 

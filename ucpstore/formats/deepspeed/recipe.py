@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ucpstore.contracts import CommonState, ParameterSpec, Source
-from ucpstore.errors import PlanError, UnsupportedSourceError, listing
+from ucpstore.errors import Kind, PlanError, UnsupportedSourceError, listing
 from ucpstore.formats.deepspeed.decide import decide
 from ucpstore.formats.deepspeed.groups import is_dealt, read_groups, source_dtype
 from ucpstore.formats.deepspeed.pipelining import Pipeline, make_pipeline
@@ -232,6 +232,13 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         raise UnsupportedSourceError(
             f"{source.url}: its common state is not of a DeepSpeed run; native DeepSpeed checkpoints are only"
             " written from such."
+        )
+    if left_out := source.parallelism.get("left_out"):
+        raise UnsupportedSourceError(
+            f"{source.url} is a selection: {left_out} states of what it was made from were left out; found a part of a"
+            " model, expected all of it, as DeepSpeed loads whole models only.",
+            kind=Kind.SELECTION,
+            hint="Convert again without states, only and exclude.",
         )
     config = framework.get("ds_config")
     config = config if isinstance(config, dict) else {}
