@@ -15,6 +15,9 @@ from tests.fakes import ArraySource, random_array
 from tests.formats.deepspeed.native import write
 from ucpstore import Layout
 from ucpstore.errors import Kind, PlanError, UnsupportedSourceError
+from ucpstore.formats.deepspeed import writer
+from ucpstore.formats.deepspeed.contents import File, content
+from ucpstore.io import open_files
 from ucpstore.layout.region import Region
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -176,3 +179,27 @@ def test_a_part_of_a_model_is_refused(selection: dict[str, Any], tmp_path: Path)
         tmp_path / "native", tmp_path / "all", states=["fp32", *STATES, "weight", "buffer"]
     )
     write(ucpstore.open(tmp_path / "all").source, tmp_path / "again", Layout())
+
+
+# --------------------------------------------------------------------------- plans
+
+
+def test_thousands_of_ranks_that_are_alike_are_laid_out_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def count(recipe: Any, file: File) -> Any:
+        made.append(file.name)
+        return content(recipe, file)
+
+    monkeypatch.setattr(writer, "content", count)
+    source = made_up({"a": (40, 20), "b": (3,)})
+    target = writer.DeepSpeedTarget(
+        open_files(str(tmp_path)), source, Layout(dp=1234, zero_stage=3)
+    )
+    assert len(target.tasks()) == 2 * 1234
+    lengths = 4  # names of ranks 0 to 9, 10 to 99, ...
+    assert len(made) == 2 * lengths + 1, "the very first model file names the aliases"
+    for task in [*target.tasks()[::97], *target.tasks()[-3:]]:
+        assert task.nbytes == target._writer(task.index).nbytes

@@ -8,7 +8,7 @@ Keys and where they are read: ``runtime/engine.py`` (``_common_checkpoint_state`
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ __all__ = [
     "content",
     "files_of",
     "layer_file",
+    "likeness",
     "local_tensor",
     "local_weight",
     "model_file",
@@ -95,6 +96,19 @@ def files_of(recipe: Recipe) -> list[File]:
     if recipe.layout.zero_stage == 0 and recipe.wrapper != FUSED:  # flat groups need no names
         optimizers.append(File(NAMES_FILE, "names", recipe.ranks[0]))
     return models + layers + optimizers
+
+
+def likeness(recipe: Recipe, file: File) -> Hashable:
+    """What tells files apart: those of one likeness differ only in which elements their tensors hold.
+
+    At stage 3 every data-parallel rank has as many elements of every parameter, padding included, so that
+    one of thousands of ranks need be laid out. That which elements these are follows from the rank.
+    """
+    if recipe.layout.zero_stage != 3:
+        return file.name
+    if file.kind == "optimizer":
+        return file.kind, file.rank.mp
+    return file.kind, file.rank.mp, recipe.label(file.rank, file.dp), file.rank.mp == file.dp == 0
 
 
 def content(recipe: Recipe, file: File) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import ChainMap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -122,11 +123,8 @@ class Recipe:
 
     def label(self, rank: ModelRank, dp: int) -> str | None:
         """The label, in the common state, of the source rank with the same coordinates."""
-        return _label(self.facts, (rank.pp, rank.tp, dp), self._labels())
-
-    def _labels(self) -> Collection[str]:
-        rng, clients = self.common.get("rng") or {}, self.common.get("client_by_rank") or {}
-        return {*rng, *clients}
+        labels = ChainMap(self.common.get("rng") or {}, self.common.get("client_by_rank") or {})
+        return _label(self.facts, (rank.pp, rank.tp, dp), labels)
 
     def ucp_info(self) -> dict[str, Any]:
         """Which rank holds which parts (GenUcpMetadata of the UCP paper).
