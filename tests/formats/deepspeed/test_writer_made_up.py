@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,17 @@ import ucpstore
 from tests.fakes import ArraySource, random_array
 from tests.formats.deepspeed.native import write
 from ucpstore import Layout
-from ucpstore.errors import Kind, PlanError, UnsupportedSourceError
+from ucpstore.errors import (
+    CorruptSourceError,
+    Kind,
+    PlanError,
+    UcpStoreError,
+    UnsupportedSourceError,
+)
 from ucpstore.formats.deepspeed import writer
-from ucpstore.formats.deepspeed.contents import File, content
+from ucpstore.formats.deepspeed.contents import File, content, files_of
+from ucpstore.formats.deepspeed.recipe import make_recipe
+from ucpstore.formats.torchwrite import TorchWriter
 from ucpstore.io import open_files
 from ucpstore.layout.region import Region
 
@@ -203,3 +212,89 @@ def test_thousands_of_ranks_that_are_alike_are_laid_out_once(
     assert len(made) == 2 * lengths + 1, "the very first model file names the aliases"
     for task in [*target.tasks()[::97], *target.tasks()[-3:]]:
         assert task.nbytes == target._writer(task.index).nbytes
+
+
+# ------------------------------------------------------------------ untrusted stores
+
+ODD = (
+    None, 5, "x", [], {}, [1], {"a": 1}, -1, 1e308, True, [[1]], "\ud800",
+    {"$tuple": [1]}, {"$float": "nan"}, {"$bytes": "AA=="}, {"$tensor": "absent"},
+    {"$symbol": ["os", "system"]}, {"$object": ["os", "system"], "args": ["x"]},
+    {"$dict": [[1, 2]]}, {"$numpy": "<f8", "shape": [1], "data": ""},
+)  # fmt: skip
+INFO = {
+    "universal_checkpoint_version": 0.2,
+    "vocabulary_parameter_patterns": ["z"],
+    "padded_vocab_size": 4,
+    "original_vocab_size": 3,
+    "parameter_with_sub_params": [{"patterns": ["1.w"], "shape": [2, 2], "partition_dim": 0}],
+}
+PATTERNS = {"rules": [{"match": ["**"], "tp": "replicate"}]}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something could be put in place of what is there."""
+    if path:
+        yield path
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from places(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from places(item, (*path, index))
+
+
+def changed(document: Any, path: tuple[Any, ...], value: Any) -> Any:
+    key, *rest = path
+    copy = dict(document) if isinstance(document, dict) else list(document)
+    copy[key] = changed(copy[key], tuple(rest), value) if rest else value
+    return copy
+
+
+def test_odd_documents_are_refused_in_words_or_written() -> None:
+    source = made_up(
+        LAYERS,
+        [["1.w"], ["0.w", "3.b"]],
+        framework={
+            "pipeline": PIPELINE,
+            "module_extras": {"2.count": 1},
+            "universal_checkpoint_info": INFO,
+            "ds_config": {
+                "zero_optimization": {"round_robin_gradients": True, "sub_group_size": 9}
+            },
+        },
+        scheduler={"base_lrs": [0.1, 0.2]},
+        rng={"mp_0": {"rng_state": 1}},
+        client={"iteration": 3},
+        client_by_rank={"mp_0": {"x": 1}},
+        patterns=PATTERNS,
+    )
+    whole = source.common.document
+    layouts = (Layout(pp=2, stages=(0, 1)), Layout(tp=2, zero_stage=3), Layout(zero_stage=0))
+    refused = 0
+    cases = [(path, odd) for path in places(whole) for odd in ODD]
+    for number, (path, odd) in enumerate(cases[::3]):
+        source.common = replace(source.common, document=changed(whole, path, odd))
+        try:
+            recipe = make_recipe(source, layouts[number % 3])
+            for file in files_of(recipe):
+                found = content(recipe, file)
+                if not isinstance(found, bytes):
+                    TorchWriter(found, file.name)
+        except UcpStoreError:
+            refused += 1
+    assert 0 < refused < len(cases[::3])
+
+
+@pytest.mark.parametrize("name", ["dp", "tp", "pp", "zero_stage"])
+@pytest.mark.parametrize("odd", [None, "2", -1, [1], 1.5, True])
+def test_odd_degrees_are_refused(name: str, odd: Any) -> None:
+    source = made_up({"a": (2,)})
+    source.parallelism = {**source.parallelism, name: odd}
+    with pytest.raises(CorruptSourceError, match=name):
+        make_recipe(source, Layout())
+
+
+def test_a_name_in_two_groups_is_refused() -> None:
+    with pytest.raises(CorruptSourceError, match="every one once"):
+        make_recipe(made_up({"a": (2,), "b": (2,)}, [["a"], ["b", "a"]]), Layout())

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ucpstore.contracts import CommonState, ParameterSpec, Source
-from ucpstore.errors import Kind, PlanError, UnsupportedSourceError, listing
+from ucpstore.errors import CorruptSourceError, Kind, PlanError, UnsupportedSourceError, listing
 from ucpstore.formats.deepspeed.decide import decide
+from ucpstore.formats.deepspeed.document import checked_common, checked_facts
 from ucpstore.formats.deepspeed.groups import is_dealt, read_groups, source_dtype
 from ucpstore.formats.deepspeed.pipelining import Pipeline, make_pipeline
 from ucpstore.formats.deepspeed.ranks import (
@@ -33,7 +34,7 @@ from ucpstore.formats.deepspeed.wrapper import (
 from ucpstore.gather import Part, Tensor
 from ucpstore.layout.parallel import Layout
 from ucpstore.layout.rules import Patterns
-from ucpstore.tagged import StubObject, TensorName, decode
+from ucpstore.tagged import StubObject, TensorName
 
 __all__ = ["Recipe", "known_patterns", "make_recipe", "tensors_in"]
 
@@ -177,14 +178,24 @@ class Recipe:
         kind = next(iter(where.get("types", ())), "")
         if step is None or kind not in _PADDED:
             return step
-        number = float(step) if kind.startswith("float") else int(step)
-        return Tensor(kind, (), data=struct.pack("<" + _PADDED[kind], number))
+        try:
+            data = struct.pack("<" + _PADDED[kind], step if kind.startswith("float") else int(step))
+        except (OverflowError, struct.error) as error:
+            raise CorruptSourceError(
+                f"{self.source}: a step is {step}, expected one that a tensor of {kind} can hold."
+            ) from error
+        return Tensor(kind, (), data=data)
 
 
 def tensors_in(value: Any, recipe: Recipe) -> Any:
     """``value`` with the names of common tensors replaced by tensors that are read from the source."""
     if isinstance(value, TensorName):
-        spec = recipe.tensors[value.name]
+        spec = recipe.tensors.get(value.name)
+        if spec is None:
+            raise CorruptSourceError(
+                f"{recipe.source}: the common state names a tensor {value.name!r:.60}, which is not stored.",
+                kind=Kind.MISSING_KEY,
+            )
         part = Part(CommonState.FQN, value.name, spec.shape, 0, spec.nbytes, 0)
         return Tensor(spec.dtype, spec.shape, (part,))
     if isinstance(value, StubObject):
@@ -222,15 +233,12 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         No rule says how a parameter lies on the tensor-parallel ranks.
     UnsupportedSourceError
         The source lacks something that DeepSpeed needs, or has states without a native form.
+    CorruptSourceError
+        The common state is not what a reader makes of one.
     """
     document, warnings = _without_lost(source.common.document)
-    common = decode(document)
-    framework = common.get("framework")
-    if not isinstance(framework, dict) or framework.get("name") != "deepspeed":
-        raise UnsupportedSourceError(
-            f"{source.url}: its common state is not of a DeepSpeed run; native DeepSpeed checkpoints are only"
-            " written from such."
-        )
+    common, facts = checked_common(source, document), checked_facts(source)
+    framework = common["framework"]
     if left_out := source.parallelism.get("left_out"):
         raise UnsupportedSourceError(
             f"{source.url} is a selection: {left_out} states of what it was made from were left out; found a part of a"
@@ -267,9 +275,9 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         *found,
         *_order_warnings(source),
         *_frozen_warnings(source, wrapper),
-        *scaler.warnings(int(source.parallelism.get("zero_stage", 1)), layout.zero_stage),
+        *scaler.warnings(facts.get("zero_stage", 1), layout.zero_stage),
     ]
-    tag = source.parallelism.get("tag")
+    tag = facts.get("tag")
     if not isinstance(tag, str) or not tag:
         tag = f"global_step{common['counters'].get('global_steps', 0)}"
     recipe = Recipe(
@@ -285,7 +293,7 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         parameters=source.parameters,
         common=common,
         tensors=source.common.tensors,
-        facts=source.parallelism,
+        facts=facts,
         tag=tag,
         warnings=(),
     )
@@ -340,7 +348,9 @@ def _without_lost(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     return found, warnings
 
 
-def _kept(entries: Mapping[str, Any], what: str, warnings: list[str]) -> dict[str, Any]:
+def _kept(entries: Any, what: str, warnings: list[str]) -> Any:
+    if not isinstance(entries, Mapping):
+        return entries
     lost = sorted(key for key, value in entries.items() if _has_lost(value))
     warnings += [f"{what} {key!r} could not be kept and is left out." for key in lost]
     return {key: value for key, value in entries.items() if key not in lost}
