@@ -112,15 +112,26 @@ class NumpyArray:
     fortran: bool = False
 
     def to_numpy(self) -> Any:
-        """A read-only `numpy.ndarray` over the bytes (an object array is copied)."""
+        """A read-only `numpy.ndarray` over the bytes (an object array is copied).
+
+        Raises
+        ------
+        CorruptSourceError
+            Type, shape and bytes contradict each other.
+        """
         import numpy as np
 
-        if isinstance(self.data, list):
-            out = np.empty(len(self.data), dtype=object)
-            out[:] = self.data
-            return out.reshape(self.shape)
-        array = np.frombuffer(self.data, dtype=np.dtype(self.dtype))
-        return array.reshape(self.shape, order="F" if self.fortran else "C")
+        try:
+            if isinstance(self.data, list):
+                out = np.empty(len(self.data), dtype=object)
+                out[:] = self.data
+                return out.reshape(self.shape)
+            array = np.frombuffer(self.data, dtype=np.dtype(self.dtype))
+            return array.reshape(self.shape, order="F" if self.fortran else "C")
+        except (TypeError, ValueError) as error:
+            raise CorruptSourceError(
+                f"a NumPy array of {self.dtype!r:.40} and shape {list(self.shape)!r:.40}: {error}."
+            ) from error
 
     def item(self) -> Any:
         """The Python number (or string) of an array of one element."""

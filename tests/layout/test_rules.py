@@ -333,6 +333,8 @@ def test_explicit_boxes() -> None:
         "[[rule]]\nmatch = 'x'\ntp = {pattern = 'explicit', shape = [2], local = [2], boxes = []}",
         "[[rule]]\nmatch = 'x'\ntp = {pattern = 'explicit', shape = [2]}",
         "version = '2.0'",
+        "[[rules]]\nmatch = 'x'\ntp = 'replicate'",
+        "a = " + "[" * 50_000,
         "no toml",
     ],
 )
@@ -345,6 +347,9 @@ def test_files_and_presets_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(PatternError, match="No such file"):
         Patterns.of(tmp_path / "none.toml")
     (tmp_path / "x.json").write_text("{")
+    with pytest.raises(PatternError, match="no JSON"):
+        Patterns.of(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text("[" * 100_000)
     with pytest.raises(PatternError, match="no JSON"):
         Patterns.of(tmp_path / "x.json")
     with pytest.raises(PatternError, match="there are hf-gpt-neox, hf-llama") as caught:

@@ -24,6 +24,8 @@ _DEGREES = ("dp", "tp", "pp", "sp")
 _PARTITIONS = ("parameters", "uniform")
 _BOOLS = {"true": True, "false": False}
 _LARGEST_POWER = 64
+_MOST_DIGITS = 18
+"""Of a number in a text: more than any degree or size has."""
 
 Tied = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -107,13 +109,13 @@ class Layout:
         for name in ("dtype", "grad_accum_dtype"):
             value = getattr(self, name)
             if value is not None:
-                if value not in _DTYPES:
+                if not isinstance(value, str) or value not in _DTYPES:
                     raise PlanError(
                         f"layout: {name} is {value!r}, expected one of {', '.join(_DTYPES)}."
                     )
                 object.__setattr__(self, name, _DTYPES[value])
         for name in ("fused_adam", "pipeline"):
-            if getattr(self, name) not in (None, True, False):
+            if not isinstance(getattr(self, name), bool | None):
                 raise PlanError(
                     f"layout: {name} is {getattr(self, name)!r}, expected true or false."
                 )
@@ -234,17 +236,19 @@ def _layers(name: str, value: Any) -> tuple[int, ...]:
 def _tied(value: Any) -> Tied:
     pairs = value.items() if isinstance(value, Mapping) else value
     try:
-        found = [(str(key), tuple(sorted(_layers("tied", layers)))) for key, layers in pairs]
+        found = [(str(key), tuple(sorted({*_layers("tied", layers)}))) for key, layers in pairs]
     except (TypeError, ValueError) as error:
         raise PlanError(
             f"layout: tied is {value!r}, expected keys with the numbers of their layers."
         ) from error
+    if len(dict(found)) < len(found):
+        raise PlanError(f"layout: tied is {value!r}, expected every key once.")
     return tuple(sorted(found))
 
 
 def _number(name: str, value: str) -> int:
-    if not (value.isascii() and value.isdigit()):
-        raise PlanError(f"layout: {name} is {value!r}, expected a whole number.")
+    if not (value.isascii() and value.isdigit() and len(value) <= _MOST_DIGITS):
+        raise PlanError(f"layout: {name} is {value!r:.80}, expected a whole number.")
     return int(value)
 
 

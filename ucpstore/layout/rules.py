@@ -182,6 +182,7 @@ class Patterns:
                 f"patterns: found {document!r:.80}, expected a document of version {VERSION}.",
                 kind=Kind.MALFORMED,
             )
+        _require_known(document, ("version", "rules"))
         rules = document.get("rules", ())
         if not isinstance(rules, list | tuple):
             raise PatternError(
@@ -204,8 +205,9 @@ class Patterns:
         """
         try:
             document = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise PatternError(f"patterns: no TOML: {error}.", kind=Kind.MALFORMED) from error
+        _require_known(document, ("version", "rule"))
         rules = document.get("rule", [])
         version = document.get("version", VERSION)
         return cls.from_json({"version": version, "rules": rules})
@@ -228,7 +230,7 @@ class Patterns:
             return cls.parse(text)
         try:
             return cls.from_json(json.loads(text))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise PatternError(
                 f"patterns {os.fspath(path)!r}: no JSON: {error}.", kind=Kind.MALFORMED
             ) from error
@@ -273,6 +275,16 @@ class Patterns:
         if isinstance(value, str) and "." not in text and os.sep not in text:
             return cls.preset(text)
         return cls.read(text)
+
+
+def _require_known(document: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Rules under a misspelt key would count for nothing."""
+    unknown = [key for key in document if key not in keys]
+    if unknown:
+        raise PatternError(
+            f"patterns: found {listing([f'{key!r:.40}' for key in unknown], cap=3)}, expected {' and '.join(keys)}.",
+            kind=Kind.MALFORMED,
+        )
 
 
 def _compact(rule: Rule, owners: Mapping[Template, set[int]], names: Mapping[str, int]) -> Rule:

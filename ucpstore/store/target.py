@@ -39,6 +39,21 @@ _PUT_COPIES = 3
 put before it, which its HTTP client lets go of late (measured: 196 MiB for objects of 64 MiB)."""
 
 
+def _facts(source: Source, arrays: Sequence[ArraySpec]) -> dict[str, Any]:
+    """Facts about the source; ``left_out`` counts states that a selection left out, now or before."""
+    facts = dict(source.parallelism)
+    stored = {member for array in arrays for member in array.members}
+    left_out = sum(
+        not spec.derived and (fqn, state) not in stored
+        for fqn, parameter in source.parameters.items()
+        for state, spec in parameter.states.items()
+    )
+    before = facts.get("left_out", 0)
+    if left_out:
+        facts["left_out"] = left_out + (before if isinstance(before, int) else 0)
+    return facts
+
+
 class ZarrTarget(LoggedTarget):
     """A Zarr hierarchy to be written. Picklable; `write` is safe to call from many threads.
 
@@ -70,7 +85,7 @@ class ZarrTarget(LoggedTarget):
         self._starts = (0, *itertools.accumulate(array.num_objects for array in arrays))
         self._parameters: Mapping[str, ParameterSpec] = source.parameters
         self._common = dict(source.common.document)
-        self._source = {"format": source.format, "parallelism": dict(source.parallelism)}
+        self._source = {"format": source.format, "parallelism": _facts(source, arrays)}
         self._step = step
         self._expected = _recorded_digests(arrays, source)
         size = len(encode(self._attributes("0" * 64, 0)))

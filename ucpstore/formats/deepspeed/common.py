@@ -87,6 +87,7 @@ def collect_common(
     stages: Sequence[tuple[Shard, Sequence[Unit]]],
     *,
     layers: Sequence[Model] = (),
+    complete: Model | None = None,
     file_of: Callable[[str], int],
 ) -> Common:
     """Common state of a checkpoint.
@@ -101,6 +102,8 @@ def collect_common(
         agree.
     layers : sequence of Model
         Layer files of a pipeline.
+    complete : Model, optional
+        Of a stage that has all param groups: its scheduler has a number for each. By default the first.
     file_of : callable
         Index in the file table of a file's name.
     """
@@ -117,7 +120,8 @@ def collect_common(
         for per_stage in zip(*numbers, strict=True)
     ]
     steps, where = _all_steps(stages, numbers)
-    scheduler = first.rest.get("lr_scheduler")
+    complete = complete or first
+    scheduler = complete.rest.get("lr_scheduler")
     if scheduler is None:
         warnings.append(NO_SCHEDULER)
     rest = dict(shard.rest)
@@ -148,7 +152,9 @@ def collect_common(
     document = {
         "param_groups": _groups(shard, [units for _, units in stages], optimizer),
         "steps": steps,
-        "scheduler": model("lr_scheduler", scheduler),
+        "scheduler": _Encoder(tensors.taker(complete.name, complete.big_endian), warnings)(
+            "lr_scheduler", scheduler
+        ),
         "loss_scaler": optimizer("loss_scaler", loss_scaler),
         "counters": model("", {k: first.rest[k] for k in _COUNTERS if k in first.rest}),
         "rng": _rng(models, tensors, warnings),

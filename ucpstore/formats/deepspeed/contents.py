@@ -8,12 +8,13 @@ Keys and where they are read: ``runtime/engine.py`` (``_common_checkpoint_state`
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ucpstore.formats.deepspeed.ranks import ModelRank, buffer_of, weight_of
 from ucpstore.formats.deepspeed.recipe import Recipe, tensors_in
+from ucpstore.formats.deepspeed.scheduler import of_groups
 from ucpstore.formats.deepspeed.stage0 import NAMES_FILE
 from ucpstore.formats.deepspeed.states import MASTER
 from ucpstore.formats.deepspeed.tpinfo import UNIVERSAL
@@ -30,6 +31,7 @@ __all__ = [
     "content",
     "files_of",
     "layer_file",
+    "likeness",
     "local_tensor",
     "local_weight",
     "model_file",
@@ -95,6 +97,19 @@ def files_of(recipe: Recipe) -> list[File]:
     if recipe.layout.zero_stage == 0 and (recipe.wrapper != FUSED or recipe.pipeline is not None):
         optimizers.append(File(NAMES_FILE, "names", recipe.ranks[0]))
     return models + layers + optimizers
+
+
+def likeness(recipe: Recipe, file: File) -> Hashable:
+    """What tells files apart: those of one likeness differ only in which elements their tensors hold.
+
+    At stage 3 every data-parallel rank has as many elements of every parameter, padding included, so that
+    one of thousands of ranks need be laid out. That which elements these are follows from the rank.
+    """
+    if recipe.layout.zero_stage != 3:
+        return file.name
+    if file.kind == "optimizer":
+        return file.kind, file.rank.mp
+    return file.kind, file.rank.mp, recipe.label(file.rank, file.dp), file.rank.mp == file.dp == 0
 
 
 def content(recipe: Recipe, file: File) -> Any:
@@ -245,7 +260,7 @@ def model_file(recipe: Recipe, rank: ModelRank, dp: int) -> dict[str, Any]:
         ),
         "frozen_param_fragments": _fragments(recipe, rank, dp) if frozen else None,
         "shared_params": None if layout.zero_stage == 0 else _shared(recipe, rank, dp),
-        "lr_scheduler": recipe.common.get("scheduler"),
+        "lr_scheduler": of_groups(recipe.common.get("scheduler"), rank.places, recipe.group_count),
         "data_sampler": framework.get("data_sampler"),
         "random_ltd": framework.get("random_ltd"),
         "skipped_steps": counters.get("skipped_steps", 0),

@@ -110,11 +110,13 @@ def _in_order(
     Stages of a pipeline are listed one after the other, and each lists tied modules first, as
     ``named_parameters`` does; so does whichever stage holds them in the target.
     """
+    if source.parallelism.get("mapping_ordered"):
+        return members  # the order is the user's, not one that was found in files
     dealt = source.parallelism.get("optimizer_class") == ZERO and is_dealt(
         config,
         # what was written for BF16_Optimizer looks like this, too
         Layout(
-            zero_stage=int(source.parallelism["zero_stage"]),
+            zero_stage=source.parallelism.get("zero_stage", 1),
             dtype=source_dtype(source, config),
             grad_accum_dtype=accumulation_of(config),
         ),
@@ -126,7 +128,7 @@ def _in_order(
             " mapping or unfreeze changed them; the order in which an optimizer would get them is not known."
         )
     if source.parallelism.get("pp", 1) == 1:
-        return undeal(members, int(source.parallelism["dp"])) if dealt else members
+        return undeal(members, source.parallelism.get("dp", 1)) if dealt else members
     if dealt:
         text = (
             "round_robin_gradients with a pipeline: the order of the optimizer's parameters is taken to be that of"

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ucpstore.errors import Kind, PlanError, UnsupportedSourceError, listing
+from ucpstore.errors import Kind, PlanError, listing
+from ucpstore.formats.deepspeed.checks import integers, mapping_of, sequence_of
 from ucpstore.layout import partition
 from ucpstore.layout.parallel import Layout
 
@@ -22,6 +23,7 @@ __all__ = ["TIED", "Pipeline", "is_pipeline", "make_pipeline"]
 TIED = "tied_modules."
 _MAX_LAYERS = 10_000
 _METHODS = ("parameters", "uniform")
+_OF_TIED = ("layers", "stages")
 _NAME = re.compile(r"(?P<prefix>(?P<layer>\d+)\.|tied_modules\.(?P<key>[^.]+)\.)(?P<local>.+)")
 
 
@@ -147,18 +149,15 @@ def _known(numels: Mapping[str, int], facts: object) -> _Known:
         else:
             own[layer] = own.get(layer, 0) + numel
     known = _Known(own, tied, [], {}, {})
-    if isinstance(facts, Mapping):
-        try:
-            known.stages = [[int(layer) for layer in stage] for stage in facts["stages"]]
-            for key, entry in facts["tied"].items():
-                if key in tied:
-                    known.files[key] = tuple(int(layer) for layer in entry["layers"])
-                    known.held[key] = tuple(int(stage) for stage in entry["stages"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UnsupportedSourceError(
-                f"the source's account of its pipeline is {str(facts)[:80]!r}, expected stages and tied modules.",
-                kind=Kind.MALFORMED,
-            ) from error
+    if facts is not None:
+        found = mapping_of(facts, "pipeline")
+        stages = sequence_of(found.get("stages"), "pipeline: stages")
+        known.stages = [[*integers(stage, "pipeline: stages")] for stage in stages]
+        for key, value in mapping_of(found.get("tied"), "pipeline: tied").items():
+            entry = mapping_of(value, f"pipeline: tied: {key!r:.60}")
+            layers, held = (integers(entry.get(n), f"pipeline: tied: {n}") for n in _OF_TIED)
+            if key in tied:
+                known.files[key], known.held[key] = layers, held
     return known
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ucpstore.contracts import ParameterSpec, Role, StateSpec
-from ucpstore.errors import PatternError, PlanError
+from ucpstore.errors import Kind, PatternError, PlanError, UnsupportedSourceError
 from ucpstore.formats.deepspeed.pipelining import Pipeline
 from ucpstore.formats.deepspeed.states import MASTER
 from ucpstore.formats.deepspeed.ucpinfo import Member, UcpInfo, deal
@@ -51,6 +51,8 @@ class ModelRank:
     groups : tuple of Group
         With local shapes. DeepSpeed removes groups without parameters (``_configure_optimizer`` of
         ``runtime/engine.py``), so a pipeline stage may have fewer.
+    places : tuple of int
+        Positions of these groups among those of all stages.
     info : UcpInfo
         What each of its data-parallel ranks holds.
     """
@@ -60,6 +62,7 @@ class ModelRank:
     mp: int
     names: tuple[str, ...]
     groups: tuple[Group, ...]
+    places: tuple[int, ...]
     info: UcpInfo
 
 
@@ -69,8 +72,21 @@ def buffer_of(parameter: ParameterSpec) -> str | None:
 
 
 def weight_of(parameter: ParameterSpec) -> tuple[str, StateSpec]:
-    """The state that a model's weight is made from."""
+    """The state that a model's weight is made from.
+
+    Raises
+    ------
+    UnsupportedSourceError
+        There is none.
+    """
     state = MASTER if MASTER in parameter.states else "weight"
+    if state not in parameter.states:
+        found = ", ".join(parameter.states) or "no states"
+        raise UnsupportedSourceError(
+            f"{parameter.fqn!r}: found {found}, expected a master weight ({MASTER}) or a weight.",
+            kind=Kind.MISSING_KEY,
+            fqn=parameter.fqn,
+        )
     return state, parameter.states[state]
 
 
@@ -165,25 +181,27 @@ def model_ranks(
     PlanError
         A pipeline stage has no trainable parameters: DeepSpeed's optimizers need some.
     """
+    filled = [group for group in groups if group.members]
     for pp in range(layout.pp):
         names = [f for f in parameters if pipeline is None or pp in pipeline.stages(f)]
         here = set(names)
         for tp in range(layout.tp):
-            mine = []
-            for group in groups:
+            mine: dict[int, Group] = {}
+            for place, group in enumerate(filled):
                 members = [slices.member(m, tp) for m in group.members if m.fqn in here]
                 if members:
                     hyper = _named(group.hyper, members)
                     members = deal(members, layout.zero_ranks) if dealt else members
-                    mine.append(replace(group, hyper=hyper, members=tuple(members)))
+                    mine[place] = replace(group, hyper=hyper, members=tuple(members))
             if not mine:
                 raise PlanError(
                     f"pipeline stage {pp} of {layout.pp} has no trainable parameters; DeepSpeed's optimizers need"
                     " some.",
                     hint="Choose fewer stages, or other ones with stages=.",
                 )
-            info = _info([group.members for group in mine], layout, flat=flat)
-            yield ModelRank(pp, tp, pp * layout.tp + tp, tuple(names), tuple(mine), info)
+            info = _info([group.members for group in mine.values()], layout, flat=flat)
+            mp = pp * layout.tp + tp
+            yield ModelRank(pp, tp, mp, tuple(names), tuple(mine.values()), tuple(mine), info)
 
 
 def _named(hyper: Mapping[str, Any], members: Sequence[Member]) -> Mapping[str, Any]:

@@ -108,6 +108,12 @@ class _Ranks:
     units: list[list[Unit]]
     layers: Layers | None
 
+    def complete(self, tp: int) -> Model:
+        """The first model of a stage that has all param groups."""
+        stages = zip(self.models[::tp], self.shards[::tp], strict=True)
+        found = (model for model, shards in stages if None not in shards[0].masters)
+        return next(found, self.models[0])
+
 
 class _Opening:
     """One call of `DeepSpeedFormat.open`."""
@@ -152,6 +158,7 @@ class _Opening:
                 )
             ],
             layers=() if ranks.layers is None else ranks.layers.firsts,
+            complete=ranks.complete(self._tp),
             file_of=self._file_of,
         )
         if ranks.layers is not None:

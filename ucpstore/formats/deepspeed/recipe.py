@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ucpstore.contracts import CommonState, ParameterSpec, Source
-from ucpstore.errors import UnsupportedSourceError, listing
+from ucpstore.errors import CorruptSourceError, Kind, PlanError, UnsupportedSourceError, listing
 from ucpstore.formats.deepspeed.common import NO_SCHEDULER
 from ucpstore.formats.deepspeed.decide import decide
+from ucpstore.formats.deepspeed.document import checked_common, checked_facts
 from ucpstore.formats.deepspeed.groups import is_dealt, read_groups, source_dtype
 from ucpstore.formats.deepspeed.pipelining import Pipeline, make_pipeline
 from ucpstore.formats.deepspeed.ranks import (
@@ -35,7 +37,7 @@ from ucpstore.formats.deepspeed.wrapper import (
 from ucpstore.gather import Part, Tensor
 from ucpstore.layout.parallel import Layout
 from ucpstore.layout.rules import Patterns
-from ucpstore.tagged import StubObject, TensorName, decode
+from ucpstore.tagged import StubObject, TensorName
 
 __all__ = ["Recipe", "known_patterns", "make_recipe", "tensors_in"]
 
@@ -99,6 +101,11 @@ class Recipe:
         return self.layout.dtype or "float32"
 
     @property
+    def group_count(self) -> int:
+        """Parameter groups that have parameters."""
+        return sum(bool(group.members) for group in self.groups)
+
+    @property
     def prefix(self) -> str:
         """Of optimizer files: the engine's dtype decides (``_get_zero_ckpt_prefix``)."""
         return "bf16_" if self.dtype == "bfloat16" else ""
@@ -119,11 +126,8 @@ class Recipe:
 
     def label(self, rank: ModelRank, dp: int) -> str | None:
         """The label, in the common state, of the source rank with the same coordinates."""
-        return _label(self.facts, (rank.pp, rank.tp, dp), self._labels())
-
-    def _labels(self) -> Collection[str]:
-        rng, clients = self.common.get("rng") or {}, self.common.get("client_by_rank") or {}
-        return {*rng, *clients}
+        labels = ChainMap(self.common.get("rng") or {}, self.common.get("client_by_rank") or {})
+        return _label(self.facts, (rank.pp, rank.tp, dp), labels)
 
     def ucp_info(self) -> dict[str, Any]:
         """Which rank holds which parts (GenUcpMetadata of the UCP paper).
@@ -176,14 +180,24 @@ class Recipe:
         kind = next(iter(where.get("types", ())), "")
         if step is None or kind not in _PADDED:
             return step
-        number = float(step) if kind.startswith("float") else int(step)
-        return Tensor(kind, (), data=struct.pack("<" + _PADDED[kind], number))
+        try:
+            data = struct.pack("<" + _PADDED[kind], step if kind.startswith("float") else int(step))
+        except (OverflowError, struct.error) as error:
+            raise CorruptSourceError(
+                f"{self.source}: a step is {step}, expected one that a tensor of {kind} can hold."
+            ) from error
+        return Tensor(kind, (), data=data)
 
 
 def tensors_in(value: Any, recipe: Recipe) -> Any:
     """``value`` with the names of common tensors replaced by tensors that are read from the source."""
     if isinstance(value, TensorName):
-        spec = recipe.tensors[value.name]
+        spec = recipe.tensors.get(value.name)
+        if spec is None:
+            raise CorruptSourceError(
+                f"{recipe.source}: the common state names a tensor {value.name!r:.60}, which is not stored.",
+                kind=Kind.MISSING_KEY,
+            )
         part = Part(CommonState.FQN, value.name, spec.shape, 0, spec.nbytes, 0)
         return Tensor(spec.dtype, spec.shape, (part,))
     if isinstance(value, StubObject):
@@ -221,14 +235,18 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         No rule says how a parameter lies on the tensor-parallel ranks.
     UnsupportedSourceError
         The source lacks something that DeepSpeed needs, or has states without a native form.
+    CorruptSourceError
+        The common state is not what a reader makes of one.
     """
     document, warnings = _without_lost(source.common.document)
-    common = decode(document)
-    framework = common.get("framework")
-    if not isinstance(framework, dict) or framework.get("name") != "deepspeed":
+    common, facts = checked_common(source, document), checked_facts(source)
+    framework = common["framework"]
+    if left_out := source.parallelism.get("left_out"):
         raise UnsupportedSourceError(
-            f"{source.url}: its common state is not of a DeepSpeed run; native DeepSpeed checkpoints are only"
-            " written from such."
+            f"{source.url} is a selection: {left_out} states of what it was made from were left out; found a part of a"
+            " model, expected all of it, as DeepSpeed loads whole models only.",
+            kind=Kind.SELECTION,
+            hint="Convert again without states, only and exclude.",
         )
     config = framework.get("ds_config")
     config = config if isinstance(config, dict) else {}
@@ -242,7 +260,9 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
     )
     pipeline = None
     if layout.pipeline:
-        pipeline = make_pipeline(_numels(source, slices), framework.get("pipeline"), layout)
+        numels = _numels(source, slices, framework.get("module_extras") or {})
+        pipeline = make_pipeline(numels, framework.get("pipeline"), layout)
+        _require_together(source, pipeline)
         warnings += pipeline.warnings
     ranks = model_ranks(
         groups,
@@ -258,10 +278,10 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         *_order_warnings(source),
         *_frozen_warnings(source, wrapper),
         *_scheduler_warnings(source, common),
-        *scaler.warnings(int(source.parallelism.get("zero_stage", 1)), layout.zero_stage),
+        *scaler.warnings(facts.get("zero_stage", 1), layout.zero_stage),
         *_clip_warnings(source, layout, wrapper, clip_in(framework)),
     ]
-    tag = source.parallelism.get("tag")
+    tag = facts.get("tag")
     if not isinstance(tag, str) or not tag:
         tag = f"global_step{common['counters'].get('global_steps', 0)}"
     recipe = Recipe(
@@ -277,7 +297,7 @@ def make_recipe(source: Source, layout: Layout, patterns: Patterns | None = None
         parameters=source.parameters,
         common=common,
         tensors=source.common.tensors,
-        facts=source.parallelism,
+        facts=facts,
         tag=tag,
         warnings=(),
     )
@@ -291,12 +311,31 @@ def known_patterns(source: Source, patterns: Patterns | None) -> Patterns | None
     return (patterns or Patterns()) + own or None
 
 
-def _numels(source: Source, slices: Slices) -> dict[str, int]:
-    """Trainable elements of everything on the first tensor-parallel rank."""
-    return {
-        fqn: slices.local(fqn, 0).numel if MASTER in parameter.states else 0
-        for fqn, parameter in source.parameters.items()
-    }
+def _numels(source: Source, slices: Slices, extras: Iterable[str]) -> dict[str, int]:
+    """Trainable elements of everything that the layers hold, on the first tensor-parallel rank.
+
+    A layer counts what it shares with another one, but a name inside itself only once.
+    """
+    found = dict.fromkeys(extras, 0)
+    for fqn, parameter in source.parameters.items():
+        numel = slices.local(fqn, 0).numel if MASTER in parameter.states else 0
+        layer = fqn.partition(".")[0]
+        found |= {a: 0 if a.partition(".")[0] == layer else numel for a in parameter.aliases}
+        found[fqn] = numel
+    return found
+
+
+def _require_together(source: Source, pipeline: Pipeline) -> None:
+    """A parameter that two layers share lies on one stage, unless its module is a tied one."""
+    for fqn, parameter in source.parameters.items():
+        for alias in parameter.aliases:
+            here, there = pipeline.stages(fqn), pipeline.stages(alias)
+            if here != there:
+                raise PlanError(
+                    f"{alias!r} is another name of {fqn!r}, but it is on stage {listing(there)}, the other on"
+                    f" {listing(here)}: a parameter that stages share must be one of a tied module.",
+                    hint="Choose stages= that hold both, or map the names to tied_modules.KEY.",
+                )
 
 
 def _without_lost(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -311,7 +350,9 @@ def _without_lost(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     return found, warnings
 
 
-def _kept(entries: Mapping[str, Any], what: str, warnings: list[str]) -> dict[str, Any]:
+def _kept(entries: Any, what: str, warnings: list[str]) -> Any:
+    if not isinstance(entries, Mapping):
+        return entries
     lost = sorted(key for key, value in entries.items() if _has_lost(value))
     warnings += [f"{what} {key!r} could not be kept and is left out." for key in lost]
     return {key: value for key, value in entries.items() if key not in lost}

@@ -31,9 +31,9 @@ def same_layout(source: Source, layout: Layout, patterns: Patterns | None = None
         source,
         replace(
             layout,
-            dp=int(facts["dp"]),
+            dp=facts.get("dp", 1),
             sp=1,
-            zero_stage=int(facts["zero_stage"]),
+            zero_stage=facts["zero_stage"],
             **_OPEN,
             **({} if facts["zero_stage"] <= 1 else _NO_PIPELINE),
         ),

@@ -7,13 +7,14 @@ The lists of patterns hold for any tensor-parallel degree. ``affine_map`` (``che
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ucpstore.errors import PatternError
+from ucpstore.formats.deepspeed.checks import mapping_of, sequence_of
 from ucpstore.formats.deepspeed.pipelining import TIED
 from ucpstore.formats.deepspeed.ranks import Slices
-from ucpstore.formats.deepspeed.universal import rules_of
+from ucpstore.formats.deepspeed.universal import VOCABULARY, prefixes, rules_of
 from ucpstore.layout.kinds import Pad, Partial, Replicate, Shard, ShardNC
 from ucpstore.layout.local import Local, local_tensors
 from ucpstore.layout.region import Region, row_major_strides
@@ -25,6 +26,7 @@ UNIVERSAL = "universal_checkpoint_info"
 _AFFINE = "affine_map"
 _WIDTHS = "sub_param_shard_widths"
 _PADDED = "padded_vocab_size"
+_FUSED = "parameter_with_sub_params"
 _AUTOTP = "autotp_unsupported_parameter_patterns"
 """Only AutoTP writes this; with it (from 0.19.8 on) an affine map of every parameter."""
 _AFFINE_VERSION = 1
@@ -47,7 +49,7 @@ def universal_info(info: Mapping[str, Any], slices: Slices) -> dict[str, Any]:
     """The entry for the degree of ``slices``; on one rank there are no slices to describe."""
     found = {key: value for key, value in info.items() if key not in (_AFFINE, _WIDTHS)}
     if _PADDED in info:
-        for fqn in _matching(info.get("vocabulary_parameter_patterns") or (), slices.held):
+        for fqn in _matching(prefixes(info, VOCABULARY), slices.held):
             found[_PADDED] = slices.held[fqn].shape[0]
     if slices.degree == 1:
         return found
@@ -70,7 +72,7 @@ def _describes(info: Mapping[str, Any], slices: Slices) -> bool:
         return True
     try:
         rules = rules_of(info, slices.degree)
-        refused = _matching(info.get(_AUTOTP) or (), slices.held)
+        refused = _matching(prefixes(info, _AUTOTP), slices.held)
         return not refused and all(_fits(rules, fqn, slices.all(fqn)) for fqn in slices.held)
     except PatternError:
         return False
@@ -125,7 +127,7 @@ def describe_slices(slices: Slices) -> dict[str, Any]:
     tied = [_exactly(fqn) for fqn in slices.held if fqn.startswith(TIED)]
     if tied:
         lists["pipeline_replicated_parameter_patterns"] = tied
-    found = {"universal_checkpoint_version": _VERSION, **lists, "parameter_with_sub_params": fused}
+    found = {"universal_checkpoint_version": _VERSION, **lists, _FUSED: fused}
     return universal_info({**found, _AUTOTP: {}, **vocabulary}, slices)
 
 
@@ -133,17 +135,17 @@ def _exactly(fqn: str) -> str:
     return f"^{re.escape(fqn)}$"
 
 
-def _matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
-    regexes = [PrefixRegex(pattern) for pattern in patterns]
+def _matching(regexes: Collection[PrefixRegex], names: Iterable[str]) -> list[str]:
     return [name for name in names if any(regex.match(name) is not None for regex in regexes)]
 
 
 def _shard_widths(info: Mapping[str, Any], slices: Slices) -> dict[str, list[list[int]]]:
     """Per pattern of fused parameters and sub-parameter, the width that every rank holds."""
     found: dict[str, list[list[int]]] = {}
-    for entry in info.get("parameter_with_sub_params") or ():
-        for pattern in entry["patterns"]:
-            for fqn in _matching([pattern], slices.held):
+    for item in sequence_of(info.get(_FUSED) or (), _FUSED):
+        entry = mapping_of(item, _FUSED)
+        for pattern in sequence_of(entry.get("patterns"), f"{_FUSED}: patterns"):
+            for fqn in _matching([PrefixRegex(pattern)], slices.held):
                 kind = slices.axes(fqn)[-1].pattern
                 if isinstance(kind, ShardNC):
                     sections = kind.sizes(slices.held[fqn].shape[kind.dim])

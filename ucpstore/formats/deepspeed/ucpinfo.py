@@ -8,14 +8,16 @@ the ranks, zeros at the end). Stage 3:
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from ucpstore.gather import Part
 from ucpstore.layout.local import Local
 
-__all__ = ["Flat", "Member", "UcpInfo", "deal", "flat_groups", "sub_groups", "undeal"]
+__all__ = ["Flat", "Member", "UcpInfo", "deal", "sub_groups", "undeal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +81,15 @@ class UcpInfo:
         Of stage 3.
     units : tuple of (int, tuple of Member)
         Per flat buffer: its parameter group, and its parameters in flat order.
+    ends : tuple of tuple of int, elements
+        Of stages 1 and 2, per flat buffer: where its parameters end in that of all ranks.
     """
 
     zero_stage: int
     dp: int
     sub_group_size: int | None
     units: tuple[tuple[int, tuple[Member, ...]], ...]
+    ends: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(
@@ -93,7 +98,9 @@ class UcpInfo:
         """Lay out parameter groups, each in flat order."""
         if stage == 3:
             return cls(stage, dp, sub_group_size, tuple(sub_groups(groups, dp, sub_group_size)))
-        return cls(stage, dp, None, tuple((g, tuple(group)) for g, group in enumerate(groups)))
+        units = tuple((g, tuple(group)) for g, group in enumerate(groups))
+        ends = tuple(tuple(accumulate(m.numel for m in group)) for _, group in units)
+        return cls(stage, dp, None, units, ends)
 
     @classmethod
     def whole(cls, groups: Sequence[Sequence[Member]], dp: int, *, flat: bool) -> UcpInfo:
@@ -109,7 +116,10 @@ class UcpInfo:
             return [_whole(group, members) for group, members in self.units]
         if self.zero_stage == 3:
             return [_sub_group(group, members, rank, self.dp) for group, members in self.units]
-        return [flat_groups(group, members, rank, self.dp) for group, members in self.units]
+        units = zip(self.units, self.ends, strict=True)
+        return [
+            _flat_group(group, members, ends, rank, dp=self.dp) for (group, members), ends in units
+        ]
 
     def to_json(self) -> list[list[dict[str, Any]]]:
         """Per rank and buffer: ``[fqn, first element, elements, offset in the buffer]`` of every part."""
@@ -136,22 +146,27 @@ def _whole(group: int, members: Sequence[Member]) -> Flat:
     return Flat(group, offset, 0, tuple(parts))
 
 
-def flat_groups(group: int, members: Sequence[Member], rank: int, dp: int) -> Flat:
+def _flat_group(
+    group: int, members: Sequence[Member], ends: Sequence[int], rank: int, *, dp: int
+) -> Flat:
     """A rank's partition of a group's flat buffer at stages 1 and 2.
 
-    ``nccl_start_alignment_factor`` is 2: the buffer's length is a multiple of ``2 * dp``.
+    ``nccl_start_alignment_factor`` is 2: the buffer's length is a multiple of ``2 * dp``. Only the rank's own
+    parameters are looked at, of which thousands of ranks have few.
     """
-    total = sum(member.numel for member in members)
+    total = ends[-1] if ends else 0
     size = -(-total // (2 * dp)) * 2
     low, high = rank * size, (rank + 1) * size
     parts = []
-    start = 0
-    for member in members:
-        first, last = max(start, low), min(start + member.numel, high)
+    for index in range(bisect_right(ends, low), len(members)):
+        member, end = members[index], ends[index]
+        start = end - member.numel
+        if start >= high:
+            break
+        first, last = max(start, low), min(end, high)
         if first < last:
             span = (first - start, last - first, first - low)
             parts.append(Part(member.fqn, "", member.shape, *span, member.local))
-        start += member.numel
     return Flat(group, size, min(max(high - total, 0), size), tuple(parts))
 
 

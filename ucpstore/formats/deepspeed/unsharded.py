@@ -83,8 +83,12 @@ def flat_weights(recipe: Recipe, rank: ModelRank) -> dict[str, View]:
 
 
 def names_file(recipe: Recipe) -> bytes:
-    """`ucpstore.formats.deepspeed.stage0.NAMES_FILE`, which DeepSpeed ignores: the file itself names none."""
-    names: Any = [[member.fqn for member in group.members] for group in recipe.groups]
+    """`ucpstore.formats.deepspeed.stage0.NAMES_FILE`, which DeepSpeed ignores: the file itself names none.
+
+    Groups without parameters are in no file (see `ModelRank`), so not here either.
+    """
+    filled = [group for group in recipe.groups if group.members]
+    names: Any = [[member.fqn for member in group.members] for group in filled]
     if recipe.pipeline is not None:
         tied: dict[str, list[int]] = {}
         for layer, prefix in recipe.pipeline.files.items():

@@ -6,12 +6,12 @@ What is in its files is here; how they come into being is in `ucpstore.formats.d
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from ucpstore.contracts import Source, Task
 from ucpstore.formats.deepspeed.commit import FolderTarget
-from ucpstore.formats.deepspeed.contents import content, files_of
+from ucpstore.formats.deepspeed.contents import content, files_of, likeness
 from ucpstore.formats.deepspeed.recipe import Recipe, make_recipe
 from ucpstore.formats.deepspeed.sameness import same_layout
 from ucpstore.formats.torchwrite import BytesWriter, TorchWriter
@@ -98,21 +98,26 @@ class DeepSpeedTarget(FolderTarget):
     # -------------------------------------------------------------- internal
 
     def _lay_out(self) -> None:
-        """Sizes and contents of all files, one file in memory at a time."""
+        """Sizes and contents of all files, one file in memory at a time; files that are alike count once."""
         tasks = []
         contents = hashlib.sha256()
         states: set[tuple[str, str]] = set()
+        known: dict[Hashable, int] = {}
         largest = 0
         for index, file in enumerate(self._contained):
-            writer = self._writer(index)
-            tasks.append(Task(index, f"{self._recipe.tag}/{file.name}", writer.nbytes))
-            contents.update(writer.pickle_digest.encode())
-            for tensor in writer.tensors:
-                contents.update(
-                    repr((tensor.dtype, tensor.shape, tensor.parts, tensor.data)).encode()
-                )
-                states.update((part.fqn, part.state) for part in tensor.parts)
-            largest = max(largest, writer.pickle_nbytes)
+            # The name is in the file, before every tensor: its length moves them.
+            kind = (likeness(self._recipe, file), len(file.name))
+            if kind not in known:
+                writer = self._writer(index)
+                known[kind] = writer.nbytes
+                contents.update(repr(kind).encode() + writer.pickle_digest.encode())
+                for tensor in writer.tensors:
+                    contents.update(
+                        repr((tensor.dtype, tensor.shape, tensor.parts, tensor.data)).encode()
+                    )
+                    states.update((part.fqn, part.state) for part in tensor.parts)
+                largest = max(largest, writer.pickle_nbytes)
+            tasks.append(Task(index, f"{self._recipe.tag}/{file.name}", known[kind]))
         self._tasks = tuple(tasks)
         self._memory = _BLOCKS * BLOCK + 2 * largest
         self._states = tuple(sorted(states))
