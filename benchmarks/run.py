@@ -41,7 +41,7 @@ def main() -> int:
             rows += bench.object_store_rows(stack.enter_context(s3_server(bench.work / "s3")))
         groups = [
             replace(group, rows=[row for row in group.rows if _wanted(row, args.only)])
-            for group in (Group("one machine", rows), *resume.groups(bench))
+            for group in (Group("conversions and reads", rows), *resume.groups(bench))
         ]
         if any("store" in row.title for group in groups for row in group.rows):
             bench.make_store()
