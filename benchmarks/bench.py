@@ -17,7 +17,7 @@ from benchmarks.object_store import BUCKET, CREDENTIALS
 from benchmarks.process import Measurement, measure
 from benchmarks.worker import tensors
 
-__all__ = ["BASE", "MEMORY_LIMIT", "OBJECT_STORE", "Bench", "Row"]
+__all__ = ["BASE", "DEEPSPEED", "MEMORY_LIMIT", "OBJECT_STORE", "Bench", "Group", "Row"]
 
 BASE = "copy, 256 KiB blocks"
 OBJECT_STORE = "convert() to S3"
@@ -38,6 +38,16 @@ class Row:
     warm_up: Callable[[], object] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows whose rounds are interleaved, and what they need besides the inputs: made before, emptied after."""
+
+    title: str
+    rows: list[Row]
+    prepare: Callable[[], object] = lambda: None
+    release: Callable[[], object] = lambda: None
+
+
 class Bench:
     """Inputs and rows of one run of the benchmark.
 
@@ -51,6 +61,7 @@ class Bench:
 
     def __init__(self, work: Path, model: str) -> None:
         self.work = work
+        self.model = model
         self.source = self._input(model, 4)
         self.other = self._input("tiny", 2)
         self.state_bytes = sum(length for _, _, length in tensors(self.source))
@@ -63,8 +74,8 @@ class Bench:
     def write_rows(self) -> list[Row]:
         """Copies and conversions."""
         return [
-            Row(BASE, lambda: self._copy(256 * 2**10)),
-            Row("copy, 32 MiB blocks", lambda: self._copy(32 * 2**20)),
+            Row(BASE, self.base),
+            Row("copy, 32 MiB blocks", lambda: self.copy(32 * 2**20)),
             Row("convert()", self._convert),
             Row("convert(), 1 worker x 1 thread", lambda: self._convert(workers=1, threads=1)),
             Row("convert(), 2 processes x 1 thread", lambda: self._convert(workers=2, threads=1)),
@@ -104,11 +115,12 @@ class Bench:
 
     def make_store(self) -> None:
         """Convert the source, unmeasured, into the store that the read rows use."""
-        self._worker("convert", [self.source], self._paths() | {"dest": str(self.store)})
+        self.worker("convert", [self.source], self.paths() | {"dest": str(self.store)})
 
     def clean(self) -> None:
         """Remove everything but the inputs."""
-        for folder in (self.out, self.store, self.trash, self.work / "s3"):
+        own = self.work.glob("own-*")
+        for folder in (self.out, self.store, self.trash, self.work / "s3", *own):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _input(self, model: str, dp: int) -> Path:
@@ -122,92 +134,118 @@ class Bench:
         return folder
 
     @property
-    def _dest(self) -> str:
+    def dest(self) -> str:
+        """Where the command of a row writes."""
         return str(self.out / "written")
 
-    def _paths(self) -> dict[str, Any]:
+    def paths(self) -> dict[str, Any]:
+        """What every conversion is told."""
         return {
             "source": str(self.source),
-            "dest": self._dest,
+            "dest": self.dest,
             "other": str(self.other),
             "scratch": str(self.out / "tiny"),
         }
 
-    def _copy(self, block: int) -> Measurement:
-        options = {"source": str(self.source), "dest": self._dest, "block": block}
-        return self._worker("copy", [self.source], options)
+    def base(self) -> Measurement:
+        """The base of the ratios."""
+        return self.copy(256 * 2**10)
+
+    def copy(self, block: int) -> Measurement:
+        """One thread copies the states."""
+        options = {"source": str(self.source), "dest": self.dest, "block": block}
+        return self.worker("copy", [self.source], options)
 
     def _convert(self, **options: Any) -> Measurement:
-        return self._worker("convert", [self.source], self._paths() | options)
+        return self.worker("convert", [self.source], self.paths() | options)
 
     def _command(self, source: Path) -> Measurement:
-        command = [sys.executable, "-m", "ucpstore", "convert", str(source), self._dest]
-        return self._run(command, [source])[0]
+        return self._run(self.command(source), [source])[0]
+
+    def command(self, source: Path, *options: str) -> list[str]:
+        """Our own converter, whole."""
+        return [sys.executable, "-m", "ucpstore", "convert", str(source), self.dest, *options]
 
     def _universal(self, source: Path) -> Measurement:
+        return self._run(self.universal_command(source), [source], env=DEEPSPEED)[0]
+
+    def universal_command(self, source: Path) -> list[str]:
+        """DeepSpeed's own converter."""
         tag = (source / "latest").read_text()
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-        command += ["--input_folder", str(source / tag), "--output_folder", self._dest]
+        command += ["--input_folder", str(source / tag), "--output_folder", self.dest]
         command += ["--num_extract_workers", "4", "--num_merge_workers", "2"]
-        command += ["--inject_missing_state"]
-        return self._run(command, [source], env=DEEPSPEED)[0]
+        return [*command, "--inject_missing_state"]
 
     def _open(self) -> Measurement:
-        return self._worker(
+        return self.worker(
             "open_checkpoint", [self.source], {"url": str(self.source), "other": str(self.other)}
         )
 
     def _read(self, operation: str, url: Path, **options: Any) -> Measurement:
-        return self._worker(operation, [url], {"url": str(url), **options})
+        return self.worker(operation, [url], {"url": str(url), **options})
 
     def _to_object_store(self, endpoint: str, source: Path) -> Measurement:
-        options = self._paths() | {
+        options = self.paths() | {
             "source": str(source),
             "dest": f"s3://{BUCKET}/{os.urandom(4).hex()}",
             "memory_limit": MEMORY_LIMIT,
             "dest_options": {"endpoint_url": endpoint},
         }
-        return self._worker("convert", [source], options, env=CREDENTIALS)
+        return self.worker("convert", [source], options, env=CREDENTIALS)
 
-    def _worker(
+    def worker(
         self,
         operation: str,
         inputs: Sequence[Path],
         options: Mapping[str, Any],
         env: Mapping[str, str] | None = None,
+        *,
+        keep: bool = False,
     ) -> Measurement:
-        command = [sys.executable, "-m", "benchmarks.worker", operation, json.dumps(options)]
-        whole, output = self._run(command, inputs, env)
+        """Measure a call of `benchmarks.worker`; with ``keep`` what it wrote stays for the next step."""
+        module = "benchmarks.native_load" if operation == "native_load" else "benchmarks.worker"
+        name = [] if operation == "native_load" else [operation]
+        command = [sys.executable, "-m", module, *name, json.dumps(options)]
+        whole, output = (self.step if keep else self._run)(command, inputs, env)
         call = json.loads(output.splitlines()[-1])
         own = {key: call.pop(key) for key in ("wall", "cpu", "read", "written") if key in call}
         return replace(whole, **own, extra=call)
 
-    def _run(
+    def step(
         self, command: Sequence[str], inputs: Sequence[Path], env: Mapping[str, str] | None = None
     ) -> tuple[Measurement, str]:
-        """Measure in one and the same state of the machine, and remove what the command wrote."""
+        """Measure in one and the same state of the machine. What the command wrote stays."""
         for folder in inputs:
             _warm(folder)
         os.sync()
         _touch_free_memory(int(2.5 * self.state_bytes))
         measurement, output = measure(command, env)
-        written = [path for path in Path(self._dest).rglob("*") if path.is_file()]
-        self._retire()
+        written = [path for path in Path(self.dest).rglob("*") if path.is_file()]
         return replace(measurement, files=len(written)), output
 
-    def _retire(self) -> None:
-        """Empty what the row wrote, but delete it only in the end.
+    def _run(
+        self, command: Sequence[str], inputs: Sequence[Path], env: Mapping[str, str] | None = None
+    ) -> tuple[Measurement, str]:
+        """`step`, and remove what the command wrote."""
+        result = self.step(command, inputs, env)
+        self.retire()
+        return result
+
+    def retire(self, folder: Path | None = None) -> None:
+        """Empty what the row wrote (or ``folder``), but delete it only in the end.
 
         For a minute or more ext4 does not use the inodes of deleted files again (``recently_deleted`` in
         fs/ext4/ialloc.c): with thousands of them every new file costs a long search, of up to a
         millisecond, which the next row would pay for what the last one wrote.
         """
-        for path in self.out.rglob("*"):
+        folder = folder or self.out
+        for path in folder.rglob("*"):
             if path.is_file():
                 os.truncate(path, 0)
         self.trash.mkdir(exist_ok=True)
-        self.out.rename(self.trash / f"{time.time_ns():x}")
-        self.out.mkdir()
+        folder.rename(self.trash / f"{time.time_ns():x}")
+        self.out.mkdir(exist_ok=True)
 
 
 def _touch_free_memory(most: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 __all__ = [
     "CommandError",
     "Measurement",
+    "Sampler",
     "bytes_of",
     "cpu_of",
     "descendants",
@@ -75,7 +76,7 @@ def measure(
         process = subprocess.Popen(
             list(command), stdout=out, stderr=err, env={**os.environ, **(env or {})}
         )
-        sampler = _Sampler(process.pid)
+        sampler = Sampler(process.pid)
         sampler.start()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         wall = time.perf_counter() - begin
@@ -131,7 +132,15 @@ def cpu_of(pid: int) -> float:
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
-class _Sampler(threading.Thread):
+class Sampler(threading.Thread):
+    """Looks at the memory of a process tree until it is stopped.
+
+    Attributes
+    ----------
+    peak : int, bytes
+        Largest sum of RssAnon seen.
+    """
+
     def __init__(self, root: int) -> None:
         super().__init__(daemon=True)
         self.peak = 0

@@ -7,17 +7,26 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench import Bench, Row
+from benchmarks import resume
+from benchmarks.bench import Bench, Group, Row
 from benchmarks.object_store import s3_server
 from benchmarks.process import Measurement
-from benchmarks.table import read_table, slice_table, targets, targets_table, write_table
+from benchmarks.table import (
+    load_table,
+    read_table,
+    resume_table,
+    slice_table,
+    targets,
+    targets_table,
+    write_table,
+)
 
 PACKAGES = ("deepspeed", "numpy", "tensorstore", "torch", "zarr")
 
@@ -30,19 +39,25 @@ def main() -> int:
         rows = bench.write_rows() + bench.read_rows()
         if args.object_store:
             rows += bench.object_store_rows(stack.enter_context(s3_server(bench.work / "s3")))
-        rows = [
-            row for row in rows if not args.only or any(part in row.title for part in args.only)
+        groups = [
+            replace(group, rows=[row for row in group.rows if _wanted(row, args.only)])
+            for group in (Group("conversions and reads", rows), *resume.groups(bench))
         ]
-        if any(row.title.startswith("store") for row in rows):
+        if any("store" in row.title for group in groups for row in group.rows):
             bench.make_store()
-        results, loads = _rounds(rows, args.rounds or (1 if args.quick else 3))
+        results, loads = {}, {}
+        for group in (group for group in groups if group.rows):
+            group.prepare()
+            found, loads[group.title] = _rounds(group.rows, args.rounds or (1 if args.quick else 3))
+            group.release()
+            results |= found
     bench.clean()
     print(_report(results, loads, bench.state_bytes))
-    found = (
+    promised = (
         [] if args.quick else targets(results, bench.state_bytes)
     )  # they are about the large model
-    if found:
-        print("", targets_table(found), sep="\n")
+    if promised:
+        print("", targets_table(promised), sep="\n")
     if args.json:
         document = {
             "machine": _machine(),
@@ -50,11 +65,15 @@ def main() -> int:
             "state_bytes": bench.state_bytes,
             "rows": {title: [asdict(m) for m in rounds] for title, rounds in results.items()},
             "targets": [
-                dict(zip(("target", "measured", "met"), item, strict=True)) for item in found
+                dict(zip(("target", "measured", "met"), item, strict=True)) for item in promised
             ],
         }
         args.json.write_text(json.dumps(document, indent=1))
-    return 0 if all(ok for _, _, ok in found) else 1
+    return 0 if all(ok for _, _, ok in promised) else 1
+
+
+def _wanted(row: Row, only: Sequence[str] | None) -> bool:
+    return not only or any(part in row.title for part in only)
 
 
 def _rounds(rows: Sequence[Row], count: int) -> tuple[dict[str, list[Measurement]], list[float]]:
@@ -73,13 +92,20 @@ def _rounds(rows: Sequence[Row], count: int) -> tuple[dict[str, list[Measurement
     return results, loads
 
 
-def _report(results: dict[str, list[Measurement]], loads: Sequence[float], state_bytes: int) -> str:
+def _report(
+    results: dict[str, list[Measurement]], loads: Mapping[str, Sequence[float]], state_bytes: int
+) -> str:
+    resumed = [t for t in results if any(t.startswith(f"{to.title}: ") for to in resume.LAYOUTS)]
     slices = [t for t in results if t.endswith(" slices")]
     reads = [t for t in results if t.startswith(("open", "store,"))]
-    writes = [t for t in results if t not in {*slices, *reads}]
-    load = ", ".join(f"{value:.1f}" for value in loads)
+    writes = [t for t in results if t not in {*slices, *reads, *resumed}]
+    rounds = len(next(iter(loads.values()), ()))
+    load = "; ".join(
+        f"{title}: " + ", ".join(f"{value:.1f}" for value in values)
+        for title, values in loads.items()
+    )
     head = (
-        f"{state_bytes / 1e9:.2f} GB of fp32 weights and moments; {len(loads)} rounds, "
+        f"{state_bytes / 1e9:.2f} GB of fp32 weights and moments; {rounds} rounds, "
         f"load average at the start of each: {load}; {os.cpu_count()} cores. "
         "Median (smallest-largest)."
     )
@@ -87,6 +113,7 @@ def _report(results: dict[str, list[Measurement]], loads: Sequence[float], state
     lines += [write_table(results, writes, state_bytes)] if writes else []
     lines += [read_table(results, reads)] if reads else []
     lines += [slice_table(results, slices)] if slices else []
+    lines += [resume_table(results, resumed), load_table(results, resumed)] if resumed else []
     return "\n\n".join(lines)
 
 
@@ -107,7 +134,7 @@ def _arguments() -> argparse.Namespace:
         "--work",
         type=Path,
         default=Path("bench-data"),
-        help="folder for inputs and outputs (20 GB)",
+        help="folder for inputs and outputs (25 GB)",
     )
     parser.add_argument(
         "--quick", action="store_true", help="a 53 MB model, one round: tries the harness"

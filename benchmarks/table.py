@@ -7,8 +7,18 @@ from statistics import median
 
 from benchmarks.bench import BASE, MEMORY_LIMIT, OBJECT_STORE
 from benchmarks.process import Measurement
+from benchmarks.resume import COMMAND, DIRECT, OWN, TORCH, UNIVERSAL
 
-__all__ = ["Results", "read_table", "slice_table", "targets", "targets_table", "write_table"]
+__all__ = [
+    "Results",
+    "load_table",
+    "read_table",
+    "resume_table",
+    "slice_table",
+    "targets",
+    "targets_table",
+    "write_table",
+]
 
 Results = Mapping[str, Sequence[Measurement]]
 """Title of a row -> its measurement in every round."""
@@ -95,6 +105,79 @@ def slice_table(results: Results, titles: Sequence[str]) -> str:
     return _markdown(head, lines)
 
 
+def resume_table(results: Results, titles: Sequence[str]) -> str:
+    """From the source to engines that hold it in another layout: every step, and the whole."""
+    head = ["", "open s", "to the store s", "convert s", "DeepSpeed's load s", "all s"]
+    head += ["/ copy 256 KiB", "/ ds_to_universal", "CPU s", "anonymous MB of convert"]
+    lines = []
+    for title in titles:
+        rounds = results[title]
+        steps = [m.extra.get("steps", {}) for m in rounds]
+        if not title.endswith(BASE) and "convert" not in steps[0]:
+            continue
+        layout = title.partition(": ")[0]
+        names = ("open", "store", "convert", "load")
+        cells = [
+            spread([s[n] for s in steps], 2 + (n == "open")) if n in steps[0] else "" for n in names
+        ]
+        lines.append(
+            [
+                title,
+                *cells,
+                spread([m.wall for m in rounds]),
+                _optional(ratios(results, title, f"{layout}: {BASE}")),
+                _optional(ratios(results, title, f"{layout}: {UNIVERSAL}")),
+                spread([m.cpu for m in rounds]),
+                spread([m.anonymous / 1e6 for m in rounds], 0),
+            ]
+        )
+    return _markdown(head, lines)
+
+
+def load_table(results: Results, titles: Sequence[str]) -> str:
+    """Loads: those of DeepSpeed of whatever converter's files, and those of one rank by its own reads."""
+    head = ["", "load s", "/ its own files", "/ torch.load", "held MB", "read / needed"]
+    head += ["further memory MB"]
+    lines = []
+    for title in titles:
+        rounds = results[title]
+        if "increment" not in rounds[0].extra:
+            continue
+        layout = title.partition(": ")[0]
+        walls = load_walls(results, title)
+        native = "steps" in rounds[0].extra
+        base = load_walls(results, f"{layout}: {OWN if native else TORCH}")
+        over = (
+            "" if base is None else spread([a / b for a, b in zip(walls or (), base, strict=True)])
+        )
+        extra = rounds[-1].extra
+        read = "needed" in extra
+        lines.append(
+            [
+                title,
+                spread(walls or ()),
+                over if native else "",
+                "" if native else over,
+                f"{extra['nbytes'] / 1e6:.0f}" if "nbytes" in extra else "",
+                spread([amplification(m) for m in rounds], 3) if read else "",
+                spread([m.extra["increment"] / 1e6 for m in rounds], 0),
+            ]
+        )
+    return _markdown(head, lines)
+
+
+def load_walls(results: Results, title: str) -> list[float] | None:
+    """Seconds of a row's load, per round: of its last step where it has several."""
+    if title not in results:
+        return None
+    return [m.extra.get("steps", {}).get("load", m.wall) for m in results[title]]
+
+
+def amplification(measurement: Measurement) -> float:
+    """Bytes read from storage per byte that the rank needs."""
+    return float(measurement.extra["storage_read"] / measurement.extra["needed"])
+
+
 def targets(results: Results, state_bytes: int) -> list[tuple[str, float, bool]]:
     """What the project promises of its own rows: wording, measured value, whether it holds.
 
@@ -117,6 +200,8 @@ def targets(results: Results, state_bytes: int) -> list[tuple[str, float, bool]]
             (f"{title}: read / state", _worst([m.read / state_bytes for m in rounds]), 1.05),
             (f"{title}: anonymous MB", _worst([m.anonymous / 1e6 for m in rounds]), 300.0),
         ]
+    for title in results:
+        promises += _resume_promises(results, title)
     limit = (MEMORY_LIMIT + 200e6) / 1e6
     for title in (t for t in results if OBJECT_STORE in t):
         peaks = [m.anonymous / 1e6 for m in results[title]]
@@ -126,6 +211,29 @@ def targets(results: Results, state_bytes: int) -> list[tuple[str, float, bool]]
         for text, value, limit in promises
         if value is not None
     ]
+
+
+def _resume_promises(results: Results, title: str) -> list[tuple[str, float | None, float]]:
+    """What is promised of a row of `benchmarks.resume`."""
+    layout, _, row = title.partition(": ")
+    if row == DIRECT:
+        mine, own = (load_walls(results, f"{layout}: {name}") for name in (DIRECT, OWN))
+        over = (
+            None if mine is None or own is None else [a / b for a, b in zip(mine, own, strict=True)]
+        )
+        return [(f"{layout}: DeepSpeed's load of our files / of its own", _median(over), 1.15)]
+    if row == COMMAND:
+        return [
+            (
+                f"{title} and load / ds_to_universal and load",
+                _median(ratios(results, title, f"{layout}: {UNIVERSAL}")),
+                0.5,
+            )
+        ]
+    if "storage_read" in results[title][0].extra:
+        worst = _worst([amplification(m) for m in results[title]])
+        return [(f"{title}: read / needed", worst, 1.05)]
+    return []
 
 
 def _median(values: Sequence[float] | None) -> float | None:

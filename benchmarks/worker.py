@@ -15,10 +15,11 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process import bytes_of, cpu_of, descendants
+from benchmarks.process import Sampler, bytes_of, cpu_of, descendants, tree_anonymous
 
 Result = dict[str, Any]
 
@@ -130,6 +131,89 @@ def open_checkpoint(url: str, other: str) -> Result:
     }
 
 
+def reshape(
+    source: str, dest: str, other: str, scratch: str, *, layout: str, store: str | None = None
+) -> Result:
+    """Open, and write a native checkpoint of another layout: directly, or through our ``store``.
+
+    The same was done with the tiny ``other`` before, so that all modules are loaded.
+    """
+    import ucpstore
+
+    target = ucpstore.Layout.parse(layout)
+    small = replace(target, dp=3)  # in its own layout nothing would be converted
+    ucpstore.convert(other, f"{scratch}-store")
+    ucpstore.convert(f"{scratch}-store", scratch, to="deepspeed", layout=small)
+    costs: dict[str, Result] = {}
+
+    def step(name: str, call: Callable[[], Any]) -> Any:
+        costs[name] = {}
+        with clock(costs[name]):
+            return call()
+
+    step("open", lambda: ucpstore.open(source))
+    if store is not None:
+        step("store", lambda: ucpstore.convert(source, store))
+    step("convert", lambda: ucpstore.convert(store or source, dest, to="deepspeed", layout=target))
+    total = {
+        key: sum(cost[key] for cost in costs.values()) for key in ("wall", "cpu", "read", "written")
+    }
+    return total | {"steps": {name: cost["wall"] for name, cost in costs.items()}}
+
+
+def rank_load(url: str, layout: str, rank: int) -> Result:
+    """``ucpstore.load`` of one rank into arrays that are there already, as a run's tensors are."""
+    import numpy as np
+
+    import ucpstore
+
+    target = ucpstore.Layout.parse(layout)
+    ucpstore.load(url, target, rank)  # loads every module that opening needs
+    opened: Result = {}
+    with clock(opened):
+        state = ucpstore.load(url, target, rank)
+    into = {
+        fqn: {name: np.ones(tensor.shape, tensor.dtype) for name, tensor in states.items()}
+        for fqn, states in state.items()
+    }
+    result: Result = {}
+    with _increment(result), clock(result):
+        transfer = state.load(into, memory_limit=2 << 30)
+    result["wall"] += opened["wall"]
+    return result | {
+        "opened": opened["wall"],
+        "needed": transfer.needed_nbytes,
+        "storage_read": transfer.read_nbytes,
+        "nbytes": transfer.held_nbytes,
+    }
+
+
+def torch_load(folder: str, rank: int) -> Result:
+    """``torch.load`` of one rank's files, as DeepSpeed calls it for its own checkpoint."""
+    import deepspeed  # noqa: F401 - what the pickles name
+    import torch
+
+    tag = Path(folder, Path(folder, "latest").read_text())
+    paths = sorted(tag.glob(f"*zero_pp_rank_{rank}_mp_rank_00_*.pt"))
+    if not any(path.name.endswith("model_states.pt") for path in paths):
+        paths.append(tag / "mp_rank_00_model_states.pt")
+    result: Result = {}
+    with _increment(result), clock(result):
+        kept = [torch.load(path, map_location="cpu", weights_only=False) for path in paths]
+    return result | {"nbytes": sum(path.stat().st_size for path in paths), "files": len(kept)}
+
+
+@contextmanager
+def _increment(result: Result) -> Iterator[None]:
+    """Put into ``result`` how much anonymous memory the block took at most."""
+    before = tree_anonymous(os.getpid())
+    sampler = Sampler(os.getpid())
+    sampler.start()
+    yield
+    sampler.stop()
+    result["increment"] = max(sampler.peak, tree_anonymous(os.getpid())) - before
+
+
 def slices(url: str, state: str, repeats: int = 7) -> Result:
     """Slices of the largest matrix: the median time of each, and the bytes read for it."""
     import ucpstore
@@ -214,7 +298,17 @@ def raw_read(url: str, how: str) -> Result:
 
 OPERATIONS: dict[str, Callable[..., Result]] = {
     operation.__name__: operation
-    for operation in (copy, convert, open_checkpoint, slices, read_all, raw_read)
+    for operation in (
+        copy,
+        convert,
+        reshape,
+        rank_load,
+        torch_load,
+        open_checkpoint,
+        slices,
+        read_all,
+        raw_read,
+    )
 }
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ucpstore.contracts import Source
+from ucpstore.contracts import Source, StateSpec
 from ucpstore.dtypes import itemsize, numpy_dtype
 from ucpstore.errors import PlanError
 from ucpstore.layout.local import Local, Window
 from ucpstore.layout.region import Region
+from ucpstore.layout.tiles import tile_shape
 
-__all__ = ["BLOCK", "Part", "Tensor", "fill"]
+__all__ = ["BLOCK", "Part", "Tensor", "blocks", "fill"]
 
 BLOCK = 4 << 20
 """Bytes of a tensor that are gathered at a time."""
@@ -89,6 +91,56 @@ class Tensor:
         return self.numel * itemsize(self.dtype)
 
 
+def blocks(source: Source, tensor: Tensor, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Cut the elements of ``tensor`` into runs of at most ``nbytes``, for one `fill` each.
+
+    A run ends, where it can, between two rows of tiles of the state that is read, so that a source that is
+    stored in tiles reads none of them for two runs.
+
+    Yields
+    ------
+    start, stop : int, elements
+    """
+    step, numel = nbytes // itemsize(tensor.dtype), tensor.numel
+    offsets = [part.offset for part in tensor.parts]
+    start = 0
+    while start < numel:
+        stop = min(start + step, numel)
+        index = bisect_right(offsets, stop) - 1
+        if stop < numel and index >= 0:
+            part = tensor.parts[index]
+            if stop < part.offset + part.count:
+                border = part.offset + _border(source, part, part.start + stop - part.offset)
+                border = max(border - part.start, part.offset)
+                stop = border if border > start else stop
+        yield start, stop
+        start = stop
+
+
+def _border(source: Source, part: Part, element: int) -> int:
+    """The first element of the row of tiles in which one of a part's elements lies.
+
+    Both count in the flattened (local) tensor. Where a rank's tensor is put together from several boxes,
+    the one at the beginning of the element's row counts.
+    """
+    spec = _spec_of(source, part)
+    tile = tile_shape(spec.shape, itemsize(spec.dtype))
+    dim = next((dim for dim, size in enumerate(tile) if size > 1), None)
+    if dim is None:
+        return element
+    local = part.local or Local.whole(part.shape)
+    stride = math.prod(local.shape[dim + 1 :])
+    plane = stride * local.shape[dim]
+    row = element % plane // stride
+    for window in local.windows:
+        first = window.local.offsets[dim]
+        if first <= row < first + window.local.sizes[dim]:
+            skipped = (row - first + window.origin[dim]) % tile[dim]
+            row -= min(skipped, row - first)
+            break
+    return element - element % plane + row * stride
+
+
 def fill(
     source: Source, tensor: Tensor, start: int, out: np.ndarray[Any, Any], *, compare: bool
 ) -> None:
@@ -118,7 +170,7 @@ def fill(
 def _read(
     source: Source, part: Part, box: Region, view: np.ndarray[Any, Any], *, compare: bool
 ) -> None:
-    dtype = _dtype_of(source, part)
+    dtype = _spec_of(source, part).dtype
     if numpy_dtype(dtype) == view.dtype:
         source.read(part.fqn, part.state, box, view, compare=compare)
         return
@@ -132,7 +184,6 @@ def _read(
         view[...] = values.astype(view.dtype)
 
 
-def _dtype_of(source: Source, part: Part) -> str:
+def _spec_of(source: Source, part: Part) -> StateSpec:
     parameter = source.parameters.get(part.fqn)
-    spec = parameter.states[part.state] if parameter else source.common.tensors[part.state]
-    return spec.dtype
+    return parameter.states[part.state] if parameter else source.common.tensors[part.state]

@@ -199,6 +199,12 @@ class LocalTensor:
         self.fill(_flat(out), 0, compare=compare)
         return out
 
+    def blocks(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Runs of at most ``nbytes``, as first element and the one past the last, that `fill` reads best."""
+        from ucpstore.gather import blocks
+
+        return blocks(self._source, self._holding.tensor, nbytes)
+
     def fill(self, out: Arrays, start: int, *, compare: bool = False) -> None:
         """Fill the 1-D array ``out`` with the elements from ``start`` on (of what is held, flattened)."""
         from ucpstore.gather import fill
@@ -351,7 +357,7 @@ class RankState(Mapping[str, Mapping[str, LocalTensor]]):
         jobs = [
             (tensor, None if into is None else into[tensor.fqn][tensor.name], start, stop)
             for tensor in self.tensors
-            for start, stop in _blocks(tensor, BLOCK)
+            for start, stop in tensor.blocks(BLOCK)
         ]
         with ThreadPoolExecutor(threads) as pool:
             futures = [pool.submit(_move, *job, compare) for job in jobs]
@@ -388,13 +394,6 @@ class RankState(Mapping[str, Mapping[str, LocalTensor]]):
                 kind=Kind.SHAPE,
                 problems=sorted(problems),
             )
-
-
-def _blocks(tensor: LocalTensor, nbytes: int) -> Iterator[tuple[int, int]]:
-    numel = tensor.nbytes // tensor.dtype.itemsize
-    step = nbytes // tensor.dtype.itemsize
-    for start in range(0, numel, step):
-        yield start, min(start + step, numel)
 
 
 def _move(tensor: LocalTensor, out: Any, start: int, stop: int, compare: bool) -> None:

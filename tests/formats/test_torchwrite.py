@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from ucpstore.contracts import Role, StateSpec
 from ucpstore.errors import PlanError
 from ucpstore.formats import torchwrite
 from ucpstore.formats._torch.pickling import dump
@@ -32,7 +33,9 @@ class FakeSource:
         self.states = states
         self.common = SimpleNamespace(tensors={})
         self.parameters = {
-            fqn: SimpleNamespace(states={"s": SimpleNamespace(dtype=str(value.dtype))})
+            fqn: SimpleNamespace(
+                states={"s": StateSpec("s", Role.OTHER, value.shape, str(value.dtype))}
+            )
             for fqn, value in states.items()
         }
 

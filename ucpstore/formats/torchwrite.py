@@ -20,7 +20,7 @@ import xxhash
 from ucpstore.contracts import Source
 from ucpstore.dtypes import itemsize, numpy_dtype
 from ucpstore.formats._torch.pickling import Size, View, dump
-from ucpstore.gather import BLOCK, Tensor, fill
+from ucpstore.gather import BLOCK, Tensor, blocks, fill
 from ucpstore.io.base import Sink
 
 __all__ = ["BytesWriter", "Size", "TorchWriter", "View"]
@@ -159,10 +159,8 @@ class TorchWriter:
                 continue
             crc = 0
             size = itemsize(record.tensor.dtype)
-            step = BLOCK // size
-            for start in range(0, record.tensor.numel, step):
-                count = min(step, record.tensor.numel - start)
-                block = buffer[: count * size]
+            for start, stop in blocks(source, record.tensor, BLOCK):
+                block = buffer[: (stop - start) * size]
                 view = block.view(numpy_dtype(record.tensor.dtype))
                 fill(source, record.tensor, start, view, compare=True)
                 crc = zlib.crc32(block.data, crc)
