@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -198,7 +199,7 @@ def tensors_in(value: Any, recipe: Recipe) -> Any:
                 f"{recipe.source}: the common state names a tensor {value.name!r:.60}, which is not stored.",
                 kind=Kind.MISSING_KEY,
             )
-        part = Part(CommonState.FQN, value.name, spec.shape, 0, spec.nbytes, 0)
+        part = Part(CommonState.FQN, value.name, spec.shape, 0, math.prod(spec.shape), 0)
         return Tensor(spec.dtype, spec.shape, (part,))
     if isinstance(value, StubObject):
         return StubObject(
