@@ -25,9 +25,11 @@ from ucpstore.errors import (
 from ucpstore.formats.deepspeed import writer
 from ucpstore.formats.deepspeed.contents import File, content, files_of
 from ucpstore.formats.deepspeed.recipe import make_recipe
+from ucpstore.formats.deepspeed.sameness import same_layout
 from ucpstore.formats.torchwrite import TorchWriter
 from ucpstore.io import open_files
 from ucpstore.layout.region import Region
+from ucpstore.layout.rules import Patterns
 
 Shapes = Mapping[str, tuple[int, ...]]
 STATES = ("fp32", "adam_m", "adam_v")
@@ -298,3 +300,31 @@ def test_odd_degrees_are_refused(name: str, odd: Any) -> None:
 def test_a_name_in_two_groups_is_refused() -> None:
     with pytest.raises(CorruptSourceError, match="every one once"):
         make_recipe(made_up({"a": (2,), "b": (2,)}, [["a"], ["b", "a"]]), Layout())
+
+
+# ---------------------------------------------------------------------- the same layout
+
+
+def test_a_table_that_would_be_padded_is_not_there_yet(tmp_path: Path) -> None:
+    rules = Patterns.parse(
+        """
+        [[rule]]
+        match = "table"
+        tp = "shard(0)"
+        pad = {dim = 0, true_size = 5, multiple = 8}
+        """
+    )
+    source = made_up({"table": (5, 2)})
+    write(source, tmp_path / "bare", Layout())
+    write(source, tmp_path / "padded", Layout(), rules)
+    bare, padded = (
+        ucpstore.open(tmp_path / name, patterns=rules).source for name in ("bare", "padded")
+    )
+    assert not same_layout(bare, Layout(), rules)
+    assert same_layout(padded, Layout(), rules)
+    report = ucpstore.convert(
+        tmp_path / "bare", tmp_path / "c", to="deepspeed", layout=Layout(), patterns=rules
+    )
+    assert report.url == str(tmp_path / "c")
+    wider = Patterns((replace(rules.rules[0], pad=replace(rules.rules[0].pad, multiple=16)),))
+    assert not same_layout(padded, Layout(), wider), "the padding is another one"
