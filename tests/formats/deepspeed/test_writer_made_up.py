@@ -22,7 +22,7 @@ from ucpstore.errors import (
     UcpStoreError,
     UnsupportedSourceError,
 )
-from ucpstore.formats.deepspeed import writer
+from ucpstore.formats.deepspeed import recipe, writer
 from ucpstore.formats.deepspeed.contents import File, content, files_of
 from ucpstore.formats.deepspeed.recipe import make_recipe
 from ucpstore.formats.deepspeed.sameness import same_layout
@@ -200,9 +200,9 @@ def test_thousands_of_ranks_that_are_alike_are_laid_out_once(
 ) -> None:
     made: list[str] = []
 
-    def count(recipe: Any, file: File) -> Any:
+    def count(found: Any, file: File) -> Any:
         made.append(file.name)
-        return content(recipe, file)
+        return content(found, file)
 
     monkeypatch.setattr(writer, "content", count)
     source = made_up({"a": (40, 20), "b": (3,)})
@@ -278,9 +278,9 @@ def test_odd_documents_are_refused_in_words_or_written() -> None:
     for number, (path, odd) in enumerate(cases[::3]):
         source.common = replace(source.common, document=changed(whole, path, odd))
         try:
-            recipe = make_recipe(source, layouts[number % 3])
-            for file in files_of(recipe):
-                found = content(recipe, file)
+            made = make_recipe(source, layouts[number % 3])
+            for file in files_of(made):
+                found = content(made, file)
                 if not isinstance(found, bytes):
                     TorchWriter(found, file.name)
         except UcpStoreError:
@@ -328,3 +328,16 @@ def test_a_table_that_would_be_padded_is_not_there_yet(tmp_path: Path) -> None:
     assert report.url == str(tmp_path / "c")
     wider = Patterns((replace(rules.rules[0], pad=replace(rules.rules[0].pad, multiple=16)),))
     assert not same_layout(padded, Layout(), wider), "the padding is another one"
+
+
+def test_a_plan_lists_so_many_parts_and_counts_the_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = make_recipe(made_up({f"p{n}": (64,) for n in range(50)}), Layout(dp=30, zero_stage=3))
+    info = made.ucp_info()
+    assert len(info["ranks"]) == 30
+    assert "ranks_left_out" not in info
+    monkeypatch.setattr(recipe, "_MOST_LISTED", 101)
+    few = made.ucp_info()
+    assert few["ranks"] == info["ranks"][:3]
+    assert few["ranks_left_out"] == 27
