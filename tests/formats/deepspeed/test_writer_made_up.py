@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -341,3 +342,17 @@ def test_a_plan_lists_so_many_parts_and_counts_the_other_ranks(
     few = made.ucp_info()
     assert few["ranks"] == info["ranks"][:3]
     assert few["ranks_left_out"] == 27
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_memory_of_a_task_includes_that_of_making_its_pickle(
+    stage: int, tmp_path: Path
+) -> None:
+    made = made_up({f"model.layers.{n}.weight": (2,) for n in range(1000)})
+    target = writer.DeepSpeedTarget(open_files(str(tmp_path)), made, Layout(dp=2, zero_stage=stage))
+    for task in target.tasks():
+        tracemalloc.start()
+        target._writer(task.index)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak + writer._BLOCKS * writer.BLOCK <= target.task_memory(), task.key

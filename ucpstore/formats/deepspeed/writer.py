@@ -26,6 +26,10 @@ _VERSION = "1.0"
 _BLOCKS = 4
 """Blocks that one task may hold: the target's, and what reading and casting take."""
 
+_PER_PICKLED = 16
+_PER_PART = 600
+"""Bytes that making a file's content takes at its peak, per byte of its pickle and per part of a tensor."""
+
 
 class DeepSpeedTarget(FolderTarget):
     """A native DeepSpeed checkpoint to be written. Picklable; `write` is safe to call from many threads.
@@ -116,10 +120,12 @@ class DeepSpeedTarget(FolderTarget):
                         repr((tensor.dtype, tensor.shape, tensor.parts, tensor.data)).encode()
                     )
                     states.update((part.fqn, part.state) for part in tensor.parts)
-                largest = max(largest, writer.pickle_nbytes)
+                parts = sum(len(tensor.parts) for tensor in writer.tensors)
+                needed = _PER_PICKLED * writer.pickle_nbytes + _PER_PART * parts
+                largest = max(largest, needed)
             tasks.append(Task(index, f"{self._recipe.tag}/{file.name}", known[kind]))
         self._tasks = tuple(tasks)
-        self._memory = _BLOCKS * BLOCK + 2 * largest
+        self._memory = _BLOCKS * BLOCK + largest
         self._states = tuple(sorted(states))
         self._contents = contents.hexdigest()
 
