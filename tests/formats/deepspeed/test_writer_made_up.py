@@ -356,3 +356,27 @@ def test_the_memory_of_a_task_includes_that_of_making_its_pickle(
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak + writer._BLOCKS * writer.BLOCK <= target.task_memory(), task.key
+
+
+def test_weights_of_float64_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    source = ArraySource(
+        {
+            "a": {state: random_array((2,)) for state in STATES},
+            "frozen": {"weight": random_array((2,), "float64")},
+        },
+        made_up({"a": (2,)}).common.document,
+        specs={"frozen": {"trainable": False}},
+        parallelism={"dp": 1, "zero_stage": 2},
+    )
+    for stage in range(4):
+        with pytest.raises(PlanError, match="frozen: found elements of float64"):
+            writer.DeepSpeedTarget(open_files(str(tmp_path)), source, Layout(zero_stage=stage))
+
+
+def test_numbers_of_a_configuration_that_are_too_large() -> None:
+    config = {"fp16": {"initial_scale_power": 5000}}
+    with pytest.raises(PlanError, match="initial_scale_power is 5000"):
+        make_recipe(made_up({"a": (2,)}, framework={"ds_config": config}), Layout(dtype="fp16"))
+    endless = {"zero_optimization": {"sub_group_size": {"$float": "inf"}}}
+    made = make_recipe(made_up({"a": (2,)}, framework={"ds_config": endless}), Layout(zero_stage=3))
+    assert made.layout.sub_group_size == 10**9

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ucpstore.errors import PlanError
 from ucpstore.formats.deepspeed.ranks import ModelRank, buffer_of, weight_of
 from ucpstore.formats.deepspeed.recipe import Recipe, tensors_in
 from ucpstore.formats.deepspeed.scheduler import of_groups
@@ -38,7 +39,7 @@ __all__ = [
     "optimizer_file",
 ]
 
-_FLOATS = ("float32", "bfloat16", "float16", "float64")
+_FLOATS = ("float32", "bfloat16", "float16")
 _SHORT = {None: None, "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -157,8 +158,19 @@ def local_tensor(fqn: str, state: str, local: Local, dtype: str) -> Tensor:
 
 
 def local_weight(recipe: Recipe, fqn: str, tp: int) -> tuple[str, Local, str]:
-    """State that the model's weight is made from, the rank's slice, and the target's element type."""
+    """State that the model's weight is made from, the rank's slice, and the target's element type.
+
+    Raises
+    ------
+    PlanError
+        The weight is of float64: DeepSpeed's engines make all floats one of the others, which would narrow it.
+    """
     state, spec = weight_of(recipe.parameters[fqn])
+    if spec.dtype == "float64":
+        raise PlanError(
+            f"{state} of {fqn}: found elements of float64, expected one of {', '.join(_FLOATS)}, as no run of DeepSpeed"
+            " has others."
+        )
     dtype = recipe.dtype if spec.dtype in _FLOATS else spec.dtype
     return state, recipe.slices.local(fqn, tp), dtype
 
