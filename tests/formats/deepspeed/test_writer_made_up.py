@@ -380,3 +380,29 @@ def test_numbers_of_a_configuration_that_are_too_large() -> None:
     endless = {"zero_optimization": {"sub_group_size": {"$float": "inf"}}}
     made = make_recipe(made_up({"a": (2,)}, framework={"ds_config": endless}), Layout(zero_stage=3))
     assert made.layout.sub_group_size == 10**9
+
+
+def test_ranks_with_equal_slices_are_laid_out_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def count(found: Any, file: File) -> Any:
+        made.append(file.name)
+        return content(found, file)
+
+    monkeypatch.setattr(writer, "content", count)
+    rules = '[[rule]]\nmatch = "**"\ntp = "shard({})"\n'
+    source = made_up({"a": (8, 10)})
+    even, other = (
+        writer.DeepSpeedTarget(
+            open_files(str(tmp_path)), source, Layout(tp=tp), Patterns.parse(rules.format(dim))
+        )
+        for tp, dim in ((8, 0), (8, 1))
+    )
+    files = [name for name in made if "model_states" in name]
+    assert len(files) == 2 + 3, "the first names the aliases; two ranks of dim 1 are wider"
+    for target in (even, other):
+        for task in target.tasks():
+            assert task.nbytes == target._writer(task.index).nbytes
+    assert even.document() != other.document()

@@ -8,7 +8,7 @@ Keys and where they are read: ``runtime/engine.py`` (``_common_checkpoint_state`
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from ucpstore.tagged import StubObject
 
 __all__ = [
     "File",
+    "alike",
     "content",
     "files_of",
     "layer_file",
@@ -99,17 +100,37 @@ def files_of(recipe: Recipe) -> list[File]:
     return models + layers + optimizers
 
 
-def likeness(recipe: Recipe, file: File) -> Hashable:
+def alike(recipe: Recipe) -> dict[int, int]:
+    """Model-parallel rank -> the first of its pipeline stage that holds tensors of the same shapes."""
+    firsts: dict[Hashable, int] = {}
+    found = {}
+    for rank in recipe.ranks:
+        shapes = tuple(recipe.slices.local(fqn, rank.tp).shape for fqn in rank.names)
+        found[rank.mp] = firsts.setdefault((rank.pp, shapes), rank.mp)
+    return found
+
+
+def likeness(recipe: Recipe, file: File, firsts: Mapping[int, int]) -> Hashable:
     """What tells files apart: those of one likeness differ only in which elements their tensors hold.
 
-    At stage 3 every data-parallel rank has as many elements of every parameter, padding included, so that
-    one of thousands of ranks need be laid out. That which elements these are follows from the rank.
+    Ranks with equal slices are such, and at stage 3 all data-parallel ranks, which have as many elements of
+    every parameter, padding included: one of thousands need be laid out. Which elements these are follows
+    from the rank.
+
+    Parameters
+    ----------
+    recipe : Recipe
+    file : File
+    firsts : mapping of int to int
+        See `alike`.
     """
-    if recipe.layout.zero_stage != 3:
+    rank = file.rank
+    if file.kind == "names" or (file.kind == "optimizer" and recipe.layout.zero_stage != 3):
         return file.name
-    if file.kind == "optimizer":
-        return file.kind, file.rank.mp
-    return file.kind, file.rank.mp, recipe.label(file.rank, file.dp), file.rank.mp == file.dp == 0
+    if file.kind == "model":
+        label, first = recipe.label(rank, file.dp), rank.mp == file.dp == 0
+        return file.kind, firsts[rank.mp], label, first
+    return file.kind, firsts[rank.mp], file.layer
 
 
 def content(recipe: Recipe, file: File) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ucpstore.contracts import Source, Task
 from ucpstore.formats.deepspeed.commit import FolderTarget
-from ucpstore.formats.deepspeed.contents import content, files_of, likeness
+from ucpstore.formats.deepspeed.contents import alike, content, files_of, likeness
 from ucpstore.formats.deepspeed.recipe import Recipe, make_recipe
 from ucpstore.formats.deepspeed.sameness import same_layout
 from ucpstore.formats.torchwrite import BytesWriter, TorchWriter
@@ -107,10 +107,13 @@ class DeepSpeedTarget(FolderTarget):
         contents = hashlib.sha256()
         states: set[tuple[str, str]] = set()
         known: dict[Hashable, int] = {}
+        firsts = alike(self._recipe)
+        for fqn, held in self._recipe.slices.held.items():
+            contents.update(repr((fqn, held)).encode())
         largest = 0
         for index, file in enumerate(self._contained):
             # The name is in the file, before every tensor: its length moves them.
-            kind = (likeness(self._recipe, file), len(file.name))
+            kind = (likeness(self._recipe, file, firsts), len(file.name))
             if kind not in known:
                 writer = self._writer(index)
                 known[kind] = writer.nbytes
