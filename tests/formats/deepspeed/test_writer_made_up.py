@@ -348,7 +348,7 @@ def test_a_plan_lists_so_many_parts_and_counts_the_other_ranks(
 def test_the_memory_of_a_task_includes_that_of_making_its_pickle(
     stage: int, tmp_path: Path
 ) -> None:
-    made = made_up({f"model.layers.{n}.weight": (2,) for n in range(1000)})
+    made = made_up({f"model.layers.{n}.weight": (2,) for n in range(1500)})
     target = writer.DeepSpeedTarget(open_files(str(tmp_path)), made, Layout(dp=2, zero_stage=stage))
     for task in target.tasks():
         tracemalloc.start()
