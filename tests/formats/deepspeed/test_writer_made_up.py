@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +23,14 @@ from ucpstore.errors import (
     UcpStoreError,
     UnsupportedSourceError,
 )
-from ucpstore.formats.deepspeed import writer
+from ucpstore.formats.deepspeed import recipe, writer
 from ucpstore.formats.deepspeed.contents import File, content, files_of
 from ucpstore.formats.deepspeed.recipe import make_recipe
+from ucpstore.formats.deepspeed.sameness import same_layout
 from ucpstore.formats.torchwrite import TorchWriter
 from ucpstore.io import open_files
 from ucpstore.layout.region import Region
+from ucpstore.layout.rules import Patterns
 
 Shapes = Mapping[str, tuple[int, ...]]
 STATES = ("fp32", "adam_m", "adam_v")
@@ -198,9 +201,9 @@ def test_thousands_of_ranks_that_are_alike_are_laid_out_once(
 ) -> None:
     made: list[str] = []
 
-    def count(recipe: Any, file: File) -> Any:
+    def count(found: Any, file: File) -> Any:
         made.append(file.name)
-        return content(recipe, file)
+        return content(found, file)
 
     monkeypatch.setattr(writer, "content", count)
     source = made_up({"a": (40, 20), "b": (3,)})
@@ -276,9 +279,9 @@ def test_odd_documents_are_refused_in_words_or_written() -> None:
     for number, (path, odd) in enumerate(cases[::3]):
         source.common = replace(source.common, document=changed(whole, path, odd))
         try:
-            recipe = make_recipe(source, layouts[number % 3])
-            for file in files_of(recipe):
-                found = content(recipe, file)
+            made = make_recipe(source, layouts[number % 3])
+            for file in files_of(made):
+                found = content(made, file)
                 if not isinstance(found, bytes):
                     TorchWriter(found, file.name)
         except UcpStoreError:
@@ -298,3 +301,108 @@ def test_odd_degrees_are_refused(name: str, odd: Any) -> None:
 def test_a_name_in_two_groups_is_refused() -> None:
     with pytest.raises(CorruptSourceError, match="every one once"):
         make_recipe(made_up({"a": (2,), "b": (2,)}, [["a"], ["b", "a"]]), Layout())
+
+
+# ---------------------------------------------------------------------- the same layout
+
+
+def test_a_table_that_would_be_padded_is_not_there_yet(tmp_path: Path) -> None:
+    rules = Patterns.parse(
+        """
+        [[rule]]
+        match = "table"
+        tp = "shard(0)"
+        pad = {dim = 0, true_size = 5, multiple = 8}
+        """
+    )
+    source = made_up({"table": (5, 2)})
+    write(source, tmp_path / "bare", Layout())
+    write(source, tmp_path / "padded", Layout(), rules)
+    bare, padded = (
+        ucpstore.open(tmp_path / name, patterns=rules).source for name in ("bare", "padded")
+    )
+    assert not same_layout(bare, Layout(), rules)
+    assert same_layout(padded, Layout(), rules)
+    report = ucpstore.convert(
+        tmp_path / "bare", tmp_path / "c", to="deepspeed", layout=Layout(), patterns=rules
+    )
+    assert report.url == str(tmp_path / "c")
+    wider = Patterns((replace(rules.rules[0], pad=replace(rules.rules[0].pad, multiple=16)),))
+    assert not same_layout(padded, Layout(), wider), "the padding is another one"
+
+
+def test_a_plan_lists_so_many_parts_and_counts_the_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = make_recipe(made_up({f"p{n}": (64,) for n in range(50)}), Layout(dp=30, zero_stage=3))
+    info = made.ucp_info()
+    assert len(info["ranks"]) == 30
+    assert "ranks_left_out" not in info
+    monkeypatch.setattr(recipe, "_MOST_LISTED", 101)
+    few = made.ucp_info()
+    assert few["ranks"] == info["ranks"][:3]
+    assert few["ranks_left_out"] == 27
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_memory_of_a_task_includes_that_of_making_its_pickle(
+    stage: int, tmp_path: Path
+) -> None:
+    made = made_up({f"model.layers.{n}.weight": (2,) for n in range(1500)})
+    target = writer.DeepSpeedTarget(open_files(str(tmp_path)), made, Layout(dp=2, zero_stage=stage))
+    for task in target.tasks():
+        tracemalloc.start()
+        target._writer(task.index)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak + writer._BLOCKS * writer.BLOCK <= target.task_memory(), task.key
+
+
+def test_weights_of_float64_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    source = ArraySource(
+        {
+            "a": {state: random_array((2,)) for state in STATES},
+            "frozen": {"weight": random_array((2,), "float64")},
+        },
+        made_up({"a": (2,)}).common.document,
+        specs={"frozen": {"trainable": False}},
+        parallelism={"dp": 1, "zero_stage": 2},
+    )
+    for stage in range(4):
+        with pytest.raises(PlanError, match="frozen: found elements of float64"):
+            writer.DeepSpeedTarget(open_files(str(tmp_path)), source, Layout(zero_stage=stage))
+
+
+def test_numbers_of_a_configuration_that_are_too_large() -> None:
+    config = {"fp16": {"initial_scale_power": 5000}}
+    with pytest.raises(PlanError, match="initial_scale_power is 5000"):
+        make_recipe(made_up({"a": (2,)}, framework={"ds_config": config}), Layout(dtype="fp16"))
+    endless = {"zero_optimization": {"sub_group_size": {"$float": "inf"}}}
+    made = make_recipe(made_up({"a": (2,)}, framework={"ds_config": endless}), Layout(zero_stage=3))
+    assert made.layout.sub_group_size == 10**9
+
+
+def test_ranks_with_equal_slices_are_laid_out_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def count(found: Any, file: File) -> Any:
+        made.append(file.name)
+        return content(found, file)
+
+    monkeypatch.setattr(writer, "content", count)
+    rules = '[[rule]]\nmatch = "**"\ntp = "shard({})"\n'
+    source = made_up({"a": (8, 10)})
+    even, other = (
+        writer.DeepSpeedTarget(
+            open_files(str(tmp_path)), source, Layout(tp=tp), Patterns.parse(rules.format(dim))
+        )
+        for tp, dim in ((8, 0), (8, 1))
+    )
+    files = [name for name in made if "model_states" in name]
+    assert len(files) == 2 + 3, "the first names the aliases; two ranks of dim 1 are wider"
+    for target in (even, other):
+        for task in target.tasks():
+            assert task.nbytes == target._writer(task.index).nbytes
+    assert even.document() != other.document()

@@ -149,6 +149,10 @@ class TensorParallel:
         own = tuple(Rule(tuple(names), tp, pad) for (tp, pad), names in exact.items())
         return (Patterns(own) + self._in_force).compact(self._names)
 
+    def padded(self) -> dict[str, list[int]]:
+        """Shapes of what the ranks hold together of padded parameters, padding included."""
+        return {fqn: list(held.shape) for fqn, (held, _) in self._seen.items() if held.is_padded}
+
     def warnings(self) -> list[str]:
         """Rules of the user's that are for no parameter."""
         return self._users.warnings(self._names)
@@ -240,6 +244,10 @@ class OneRank:
     def patterns(self) -> Patterns:
         """The rules that are known, though nothing is put together."""
         return self._rules.patterns()
+
+    def padded(self) -> dict[str, list[int]]:
+        """None: padding is part of what a rank holds."""
+        return {}
 
     def warnings(self) -> list[str]:
         """None."""

@@ -8,10 +8,11 @@ Keys and where they are read: ``runtime/engine.py`` (``_common_checkpoint_state`
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ucpstore.errors import PlanError
 from ucpstore.formats.deepspeed.ranks import ModelRank, buffer_of, weight_of
 from ucpstore.formats.deepspeed.recipe import Recipe, tensors_in
 from ucpstore.formats.deepspeed.scheduler import of_groups
@@ -28,6 +29,7 @@ from ucpstore.tagged import StubObject
 
 __all__ = [
     "File",
+    "alike",
     "content",
     "files_of",
     "layer_file",
@@ -38,7 +40,7 @@ __all__ = [
     "optimizer_file",
 ]
 
-_FLOATS = ("float32", "bfloat16", "float16", "float64")
+_FLOATS = ("float32", "bfloat16", "float16")
 _SHORT = {None: None, "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -99,17 +101,37 @@ def files_of(recipe: Recipe) -> list[File]:
     return models + layers + optimizers
 
 
-def likeness(recipe: Recipe, file: File) -> Hashable:
+def alike(recipe: Recipe) -> dict[int, int]:
+    """Model-parallel rank -> the first of its pipeline stage that holds tensors of the same shapes."""
+    firsts: dict[Hashable, int] = {}
+    found = {}
+    for rank in recipe.ranks:
+        shapes = tuple(recipe.slices.local(fqn, rank.tp).shape for fqn in rank.names)
+        found[rank.mp] = firsts.setdefault((rank.pp, shapes), rank.mp)
+    return found
+
+
+def likeness(recipe: Recipe, file: File, firsts: Mapping[int, int]) -> Hashable:
     """What tells files apart: those of one likeness differ only in which elements their tensors hold.
 
-    At stage 3 every data-parallel rank has as many elements of every parameter, padding included, so that
-    one of thousands of ranks need be laid out. That which elements these are follows from the rank.
+    Ranks with equal slices are such, and at stage 3 all data-parallel ranks, which have as many elements of
+    every parameter, padding included: one of thousands need be laid out. Which elements these are follows
+    from the rank.
+
+    Parameters
+    ----------
+    recipe : Recipe
+    file : File
+    firsts : mapping of int to int
+        See `alike`.
     """
-    if recipe.layout.zero_stage != 3:
+    rank = file.rank
+    if file.kind == "names" or (file.kind == "optimizer" and recipe.layout.zero_stage != 3):
         return file.name
-    if file.kind == "optimizer":
-        return file.kind, file.rank.mp
-    return file.kind, file.rank.mp, recipe.label(file.rank, file.dp), file.rank.mp == file.dp == 0
+    if file.kind == "model":
+        label, first = recipe.label(rank, file.dp), rank.mp == file.dp == 0
+        return file.kind, firsts[rank.mp], label, first
+    return file.kind, firsts[rank.mp], file.layer
 
 
 def content(recipe: Recipe, file: File) -> Any:
@@ -158,8 +180,19 @@ def local_tensor(fqn: str, state: str, local: Local, dtype: str) -> Tensor:
 
 
 def local_weight(recipe: Recipe, fqn: str, tp: int) -> tuple[str, Local, str]:
-    """State that the model's weight is made from, the rank's slice, and the target's element type."""
+    """State that the model's weight is made from, the rank's slice, and the target's element type.
+
+    Raises
+    ------
+    PlanError
+        The weight is of float64: DeepSpeed's engines make all floats one of the others, which would narrow it.
+    """
     state, spec = weight_of(recipe.parameters[fqn])
+    if spec.dtype == "float64":
+        raise PlanError(
+            f"{state} of {fqn}: found elements of float64, expected one of {', '.join(_FLOATS)}, as no run of DeepSpeed"
+            " has others."
+        )
     dtype = recipe.dtype if spec.dtype in _FLOATS else spec.dtype
     return state, recipe.slices.local(fqn, tp), dtype
 

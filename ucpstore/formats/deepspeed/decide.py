@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -44,7 +45,8 @@ def decide(
     dtype = layout.dtype or source_dtype(source, config)
     size = layout.sub_group_size or section(config, "zero_optimization").get("sub_group_size")
     if layout.zero_stage == 3:
-        size = int(size) if isinstance(size, int | float) and size >= 1 else SUB_GROUP_SIZE
+        numeric = size if isinstance(size, int | float) else 0
+        size = int(numeric) if 1 <= numeric < math.inf else SUB_GROUP_SIZE
     else:
         size = layout.sub_group_size
     warnings = []

@@ -97,7 +97,7 @@ class Slices:
     ----------
     parameters : mapping of str to ParameterSpec
     patterns : Patterns or None
-        May be None where the degree is 1.
+        May be None or empty where the degree is 1.
     degree : int
 
     Raises
@@ -109,7 +109,7 @@ class Slices:
     def __init__(
         self, parameters: Mapping[str, ParameterSpec], patterns: Patterns | None, degree: int
     ) -> None:
-        if patterns is None and degree > 1:
+        if not patterns and degree > 1:
             raise PatternError(
                 f"nothing says how the parameters lie on {degree} tensor-parallel ranks: the source has no patterns.",
                 hint="Give patterns: rules such as 'replicate', 'shard(0)' or 'shard(1)' for all parameters.",

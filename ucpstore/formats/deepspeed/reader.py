@@ -165,7 +165,7 @@ class _Opening:
             facts = ranks.layers.facts(ranks.models[:: self._tp])
             common.document["framework"]["pipeline"] = facts
         self._warnings += [*compare_steps(common.document["steps"], first), *tp.warnings()]
-        rules = tp.patterns()
+        rules, padded = tp.patterns(), tp.padded()
         document = {**common.document, **({"patterns": rules.to_json()} if rules else {})}
         return PieceSource(
             format=DeepSpeedFormat.name,
@@ -175,7 +175,7 @@ class _Opening:
                 order=first.module if ranks.layers is None else ranks.layers.names
             ),
             common=CommonState(document, common.tensors.specs),
-            parallelism=self._parallelism(ranks),
+            parallelism={**self._parallelism(ranks), **({"padded": padded} if padded else {})},
             warnings=[*dict.fromkeys(self._warnings + assembly.warnings + common.warnings)],
             bound={**assembly.bound, **common.tensors.bound},
         )

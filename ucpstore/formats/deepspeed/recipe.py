@@ -43,6 +43,8 @@ from ucpstore.tagged import StubObject, TensorName
 __all__ = ["Recipe", "known_patterns", "make_recipe", "tensors_in"]
 
 _OLDEST = "0.3.17"
+_MOST_LISTED = 200_000
+"""Parts of ranks that a plan lists; further ranks are counted."""
 _PADDED = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}
 
 
@@ -137,11 +139,17 @@ class Recipe:
         part, in elements of the local tensor. ``slices``: per model-parallel rank, the shape of local
         tensors that are no whole parameters, and their boxes as ``[first index here, first index in the
         parameter, sizes]``.
+
+        Thousands of ranks that each hold parts of thousands of parameters are not listed to the end:
+        ``ranks_left_out`` says how many further ranks there are.
         """
         layout = self.layout
         ranks: list[dict[str, Any]] = []
         slices = []
+        listed = 0
         for rank in self.ranks:
+            if listed > _MOST_LISTED:
+                break
             cut = {
                 member.fqn: member.local.to_json()
                 for group in rank.groups
@@ -149,10 +157,13 @@ class Recipe:
                 if member.local is not None
             }
             slices.append({"pp": rank.pp, "tp": rank.tp, "parameters": cut})
-            ranks += [
-                {"pp": rank.pp, "tp": rank.tp, "dp": dp, "buffers": buffers}
-                for dp, buffers in enumerate(rank.info.to_json())
-            ]
+            listed += len(cut)
+            for dp in range(layout.zero_ranks):
+                if listed > _MOST_LISTED:
+                    break
+                buffers = rank.info.to_json(dp)
+                listed += sum(len(buffer["parts"]) for buffer in buffers)
+                ranks.append({"pp": rank.pp, "tp": rank.tp, "dp": dp, "buffers": buffers})
         found: dict[str, Any] = {
             "zero_stage": layout.zero_stage,
             "pp": layout.pp,
@@ -162,6 +173,8 @@ class Recipe:
             "ranks": ranks,
             "slices": slices,
         }
+        if len(ranks) < layout.world:
+            found["ranks_left_out"] = layout.world - len(ranks)
         if self.pipeline is not None:
             found["pipeline"] = self.pipeline.to_json()
         return found

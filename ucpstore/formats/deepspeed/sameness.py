@@ -67,6 +67,9 @@ def _shape(recipe: Recipe) -> tuple[Any, ...]:
 
 def _holds(source: Source, recipe: Recipe, patterns: Patterns | None) -> bool:
     """Whether the source's model-parallel ranks hold what those of the target will hold."""
+    padded = {fqn: [*held.shape] for fqn, held in recipe.slices.held.items() if held.is_padded}
+    if padded != source.parallelism.get("padded", {}):
+        return False
     facts = recipe.framework.get("pipeline")
     if (recipe.pipeline is not None) != isinstance(facts, Mapping):
         return False

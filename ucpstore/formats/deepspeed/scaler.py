@@ -18,6 +18,7 @@ from ucpstore.tagged import StubObject, Symbol
 
 __all__ = ["Scaler", "decide_scaler"]
 
+_LARGEST_POWER = 64
 _MODULE = "deepspeed.runtime.fp16.loss_scaler"
 
 
@@ -156,12 +157,24 @@ def decide_scaler(
     if static:
         return Scaler(dynamic=False, scale=float(static), cur_iter=steps)
     if static is not None or power is not None:
-        return _dynamic(2.0 ** (16 if power is None else power), fp16)
+        return _dynamic(2.0 ** _power(power), fp16)
     raise PlanError(
         f"layout dtype=fp16: the source is of {own_dtype}, and neither it nor its configuration (fp16) has a loss"
         " scale to go on with.",
         hint="Say initial_scale_power=16 in the layout (dynamic, DeepSpeed's default), or loss_scale=1024 (static).",
     )
+
+
+def _power(value: float | None) -> float:
+    """``initial_scale_power`` of a configuration."""
+    if value is None:
+        return 16
+    if not 0 <= value <= _LARGEST_POWER:
+        raise PlanError(
+            f"fp16 of the source's configuration: initial_scale_power is {value}, expected 0 to {_LARGEST_POWER}.",
+            hint="Say another one in the layout.",
+        )
+    return value
 
 
 def _number(values: Mapping[str, Any], name: str) -> Any:

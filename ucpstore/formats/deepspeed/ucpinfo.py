@@ -121,18 +121,15 @@ class UcpInfo:
             _flat_group(group, members, ends, rank, dp=self.dp) for (group, members), ends in units
         ]
 
-    def to_json(self) -> list[list[dict[str, Any]]]:
-        """Per rank and buffer: ``[fqn, first element, elements, offset in the buffer]`` of every part."""
+    def to_json(self, rank: int) -> list[dict[str, Any]]:
+        """Per buffer of a rank: ``[fqn, first element, elements, offset in the buffer]`` of every part."""
         return [
-            [
-                {
-                    "group": flat.group,
-                    "numel": flat.numel,
-                    "parts": [[p.fqn, p.start, p.count, p.offset] for p in flat.parts],
-                }
-                for flat in self.rank(rank)
-            ]
-            for rank in range(self.dp)
+            {
+                "group": flat.group,
+                "numel": flat.numel,
+                "parts": [[p.fqn, p.start, p.count, p.offset] for p in flat.parts],
+            }
+            for flat in self.rank(rank)
         ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ucpstore.contracts import Source, Task
 from ucpstore.formats.deepspeed.commit import FolderTarget
-from ucpstore.formats.deepspeed.contents import content, files_of, likeness
+from ucpstore.formats.deepspeed.contents import alike, content, files_of, likeness
 from ucpstore.formats.deepspeed.recipe import Recipe, make_recipe
 from ucpstore.formats.deepspeed.sameness import same_layout
 from ucpstore.formats.torchwrite import BytesWriter, TorchWriter
@@ -25,6 +25,11 @@ __all__ = ["DeepSpeedTarget", "same_layout"]
 _VERSION = "1.0"
 _BLOCKS = 4
 """Blocks that one task may hold: the target's, and what reading and casting take."""
+
+_PER_PICKLED = 24
+_PER_PART = 900
+"""Bytes that making a file's content takes at its peak, per byte of its pickle and per part of a tensor: half as
+much again as was measured."""
 
 
 class DeepSpeedTarget(FolderTarget):
@@ -103,10 +108,13 @@ class DeepSpeedTarget(FolderTarget):
         contents = hashlib.sha256()
         states: set[tuple[str, str]] = set()
         known: dict[Hashable, int] = {}
+        firsts = alike(self._recipe)
+        for fqn, held in self._recipe.slices.held.items():
+            contents.update(repr((fqn, held)).encode())
         largest = 0
         for index, file in enumerate(self._contained):
             # The name is in the file, before every tensor: its length moves them.
-            kind = (likeness(self._recipe, file), len(file.name))
+            kind = (likeness(self._recipe, file, firsts), len(file.name))
             if kind not in known:
                 writer = self._writer(index)
                 known[kind] = writer.nbytes
@@ -116,10 +124,12 @@ class DeepSpeedTarget(FolderTarget):
                         repr((tensor.dtype, tensor.shape, tensor.parts, tensor.data)).encode()
                     )
                     states.update((part.fqn, part.state) for part in tensor.parts)
-                largest = max(largest, writer.pickle_nbytes)
+                parts = sum(len(tensor.parts) for tensor in writer.tensors)
+                needed = _PER_PICKLED * writer.pickle_nbytes + _PER_PART * parts
+                largest = max(largest, needed)
             tasks.append(Task(index, f"{self._recipe.tag}/{file.name}", known[kind]))
         self._tasks = tuple(tasks)
-        self._memory = _BLOCKS * BLOCK + 2 * largest
+        self._memory = _BLOCKS * BLOCK + largest
         self._states = tuple(sorted(states))
         self._contents = contents.hexdigest()
 
