@@ -193,6 +193,11 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     proxy: Proxy
 
+    def handle_expect_100(self) -> bool:
+        super().handle_expect_100()
+        self.wfile.flush()
+        return True
+
     def _exchange(self) -> None:
         exchange = Exchange(self)
         self.proxy.requests.append(exchange.request)

@@ -44,6 +44,7 @@ from ucpstore.errors import (
     IntegrityError,
     Kind,
     PlanError,
+    StorageError,
     listing,
 )
 from ucpstore.io.base import Files
@@ -304,6 +305,7 @@ class ClaimLog(ABC):
                     url=self._files.url,
                 )
             if claim is None or claim.plan_digest is None:
+                self._require_exclusive()
                 number, claim = number + 1, Claim(VERSION, digest, number + 1)
                 if not self._files.create(claim_name(number), encode(claim)):
                     continue
@@ -430,6 +432,24 @@ class ClaimLog(ABC):
     @abstractmethod
     def _is_visible(self) -> bool:
         """Whether any plan is committed."""
+
+    def _require_exclusive(self) -> None:
+        """Refuse a store where two claims could both win.
+
+        Raises
+        ------
+        StorageError
+        """
+        if self._files.options.get("unsafe_commit") or self._files.creates_exclusively():
+            return
+        raise StorageError(
+            f"{self._files.url} cannot be claimed: its store replaced an object in a write on the condition"
+            " that there is none, expected that it refuses.",
+            kind=Kind.UNSUPPORTED,
+            hint="Write to a store with conditional writes, as S3 and GCS have them. Or make sure that nobody else"
+            " writes there, and give the destination's storage option unsafe_commit=true.",
+            url=self._files.url,
+        )
 
     def _foreign_content(self) -> list[str]:
         """What lies in a destination that nobody claimed; hidden names do not count."""
