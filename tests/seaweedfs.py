@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -73,11 +74,13 @@ def _start(folder: Path, config: Path) -> tuple[subprocess.Popen[bytes], str]:
     ports = _free_ports(2 * len(_SERVICES))
     command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
     command += ["-filer", "-s3", f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
-    command += ["-volume.max=40", "-master.volumeSizeLimitMB=1024", "-master.telemetry=false"]
+    command += ["-volume.max=4000", "-master.volumeSizeLimitMB=1024", "-master.telemetry=false"]
     for service, port, grpc in zip(_SERVICES, ports[::2], ports[1::2], strict=True):
         command += [f"-{service}.port={port}", f"-{service}.port.grpc={grpc}"]
     with (folder / "log").open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+        # Every bucket has volumes of its own: one at a time, not seven.
+        environment = {**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}
+        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=environment)
     return server, f"http://127.0.0.1:{ports[-2]}"
 
 

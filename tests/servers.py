@@ -74,6 +74,8 @@ class S3Server(_Server):
     proxy : Proxy
     key, secret : str
         Credentials that the server takes.
+    checks_signatures : bool
+        Whether it takes no others.
     """
 
     endpoint: str
@@ -81,6 +83,7 @@ class S3Server(_Server):
     proxy: Proxy = field(repr=False)
     key: str = KEY
     secret: str = SECRET
+    checks_signatures: bool = False
 
     def new_bucket(self) -> str:
         """URL of a new, empty bucket."""
@@ -154,7 +157,9 @@ def run_seaweedfs_server(key: str = "", secret: str = "") -> Iterator[S3Server]:
         proxy.upstream = upstream
         own = {"key": key, "secret": secret} if key else {}
         options = {"endpoint_url": proxy.endpoint, **own}
-        yield S3Server(proxy.endpoint, options, proxy, key or KEY, secret or SECRET)
+        yield S3Server(
+            proxy.endpoint, options, proxy, key or KEY, secret or SECRET, checks_signatures=True
+        )
 
 
 @pytest.fixture(scope="session")
