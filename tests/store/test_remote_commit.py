@@ -102,6 +102,25 @@ def test_a_store_that_ignores_conditions_is_refused(
         convert(make_target(knowing, source), source, digest="B")
 
 
+def test_a_store_that_knows_no_conditions_is_refused(bucket: Files, server: Server) -> None:
+    """Some servers answer 501 to a header that they do not implement."""
+    if isinstance(server, GcsServer):
+        pytest.skip("generations are as old as GCS")
+    forward = server.proxy.hook
+
+    def hook(exchange: Exchange) -> None:
+        if "If-None-Match" in exchange.headers or "ifGenerationMatch" in exchange.path:
+            exchange.answer(501, b"<Error><Code>NotImplemented</Code></Error>")
+        else:
+            forward(exchange)
+
+    server.proxy.hook = hook
+    source = source_of("A")
+    with pytest.raises(StorageError, match="cannot be claimed"):
+        convert(make_target(bucket, source), source, digest="A")
+    assert bucket.list() == []
+
+
 def test_unsafe_commit_sends_no_conditions(bucket: Files, server: Server) -> None:
     seen = []
     forward = server.proxy.hook
