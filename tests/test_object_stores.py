@@ -19,6 +19,7 @@ import ucpstore
 from tests.deepspeed_runs import Run, deepspeed_run
 from tests.fakes import ArraySource, random_array
 from tests.proxy import Request
+from tests.seaweedfs import s3_client
 from tests.servers import (  # noqa: F401
     GcsServer,
     S3Server,
@@ -29,7 +30,7 @@ from tests.servers import (  # noqa: F401
 )
 from tests.store.stores import convert
 from ucpstore.cli.main import main
-from ucpstore.errors import PlanError, StorageError, UcpStoreError
+from ucpstore.errors import Kind, PlanError, StorageError, UcpStoreError
 from ucpstore.io import open_files
 from ucpstore.layout.parallel import Layout
 from ucpstore.layout.region import Region
@@ -214,6 +215,64 @@ def test_commands_take_options_for_each_side(
     local = str(tmp_path / "store")
     invoke("convert", second, local, *options("storage", there))
     invoke("diff", local, second, *options("storage", there))
+
+
+# -------------------------------------------------------------------------- credentials
+
+
+def uses(url: str, options: dict[str, Any]) -> None:
+    """Everything that a conversion asks of a bucket, through all clients."""
+    files = open_files(url, options)
+    assert files.create("x/claim", b"1")
+    assert not files.create("x/claim", b"2")
+    files.write("x/a", b"123")
+    sink = files.sink("x/b", 2)
+    sink.write([b"45"])
+    sink.close()
+    assert files.read("x/a", 1) == b"23"
+    assert [s.name for s in files.list("x")] == ["x/a", "x/b", "x/claim"]
+    assert files.stat("x/b") is not None
+    files.delete(["x/a", "x/b", "x/claim"])
+    assert files.list("x") == []
+
+
+@pytest.mark.parametrize("way", ["explicit", "environment", "profile"])
+def test_ways_to_give_credentials(
+    way: str, other_cluster: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server takes only its own keys."""
+    url, options = other_cluster.new_bucket(), {"endpoint_url": other_cluster.endpoint}
+    if way == "explicit":
+        options |= {"key": KEY, "secret": SECRET}
+    elif way == "environment":
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    else:
+        keys = f"aws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"
+        (tmp_path / "credentials").write_text(f"[two]\n{keys}")
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        options |= {"profile": "two"}
+    uses(url, options)
+
+
+def test_anonymous_access(s3_server: S3Server, other_cluster: S3Server) -> None:  # noqa: F811
+    url = s3_server.new_bucket()
+    client = s3_client(s3_server.endpoint, s3_server.key, s3_server.secret)
+    client.put_object(Bucket=url.removeprefix("s3://"), Key="x/a", Body=b"123", ACL="public-read")
+    client.close()
+    public = open_files(url, {**s3_server.options, "anon": True})
+    assert public.read("x/a", 1) == b"23"
+    assert [s.name for s in public.list()] == ["x/a"]
+    closed = open_files(
+        other_cluster.new_bucket(), {"endpoint_url": other_cluster.endpoint, "anon": True}
+    )
+    for act in (lambda: closed.read("x"), lambda: closed.write("x", b""), closed.list):
+        with pytest.raises(StorageError) as caught:
+            act()
+        assert caught.value.kind is Kind.PERMISSION
+        assert not caught.value.retryable
 
 
 # ----------------------------------------------------------------------------- requests

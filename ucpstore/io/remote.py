@@ -166,6 +166,7 @@ class RemoteFiles(ObjectFiles):
     def _replaced(self, name: str) -> StorageError:
         return StorageError(
             f"cannot write {self._show(name)!r}: it was replaced or deleted by somebody else.",
+            retryable=True,
             url=self.url,
             name=name,
         )
