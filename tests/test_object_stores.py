@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +32,7 @@ from tests.servers import (  # noqa: F401
 )
 from tests.store.stores import convert
 from ucpstore.cli.main import main
+from ucpstore.cli.output import EXIT_STORAGE
 from ucpstore.errors import Kind, PlanError, StorageError, UcpStoreError
 from ucpstore.io import open_files
 from ucpstore.layout.parallel import Layout
@@ -429,3 +432,38 @@ def test_names_that_mean_folders_are_refused_before_anything_is_written(
     with pytest.raises(PlanError, match="reserved"):
         plan_arrays(source)
     assert s3_server.requests("PUT") == []
+
+
+# -------------------------------------------------------------------- racing commands
+
+
+def test_racing_commands_commit_one_plan(
+    run: Run,
+    seaweedfs_server: S3Server,  # noqa: F811
+) -> None:
+    """Two of one plan and one of another, as users would start them."""
+    options = seaweedfs_server.options
+    store = f"{seaweedfs_server.new_bucket()}/store"
+    command = [sys.executable, "-m", "ucpstore", "convert", str(run.path), store, "--json", "-q"]
+    command += ["--storage-option", f"endpoint_url={seaweedfs_server.endpoint}"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    processes = [
+        subprocess.Popen(
+            [*command, *more],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for more in ([], [], ["--state", "fp32"])
+    ]
+    errors = [process.communicate(timeout=200)[1] for process in processes]
+    codes = [process.returncode for process in processes]
+    assert codes in ([0, 0, EXIT_STORAGE], [EXIT_STORAGE, EXIT_STORAGE, 0], [0, 0, 3], [3, 3, 0]), (
+        errors
+    )
+    for code, error in zip(codes, errors, strict=True):
+        assert code == 0 or "claimed by another plan" in error or "another plan" in error
+    assert list(ucpstore.verify(store, storage_options=options).findings) == []
+    states = {s for p in ucpstore.open(store, storage_options=options).values() for s in p}
+    assert ("adam_m" in states) == (codes[0] == 0)

@@ -252,3 +252,48 @@ def test_an_object_that_is_replaced_before_the_commit_stops_it(
     assert caught.value.context["objects"] == [KEY]
     convert(make_target(bucket, source), source, digest="A")
     assert contents(bucket) == expected_of("A", memory_path)
+
+
+def test_a_conflict_with_another_request_is_tried_again(bucket: Files, server: Server) -> None:
+    """S3 answers 409 where two conditional puts of one object overlap."""
+    if isinstance(server, GcsServer):
+        pytest.skip("S3 only")
+    forward, conflicts = server.proxy.hook, 3
+
+    def hook(exchange: Exchange) -> None:
+        nonlocal conflicts
+        if is_put(exchange, "object") and conflicts:
+            conflicts -= 1
+            exchange.answer(409, b"<Error><Code>ConditionalRequestConflict</Code></Error>")
+        else:
+            forward(exchange)
+
+    server.proxy.hook = hook
+    sink = bucket.sink("object", 3)
+    sink.write([b"abc"])
+    assert sink.close() == bucket.stat("object")
+    assert conflicts == 0
+
+
+def test_the_guard_is_asked_before_other_bytes_are_replaced(bucket: Files) -> None:
+    asked = []
+
+    def put(data: bytes) -> None:
+        sink = bucket.sink("object", len(data), guard=lambda: asked.append(data))
+        sink.write([data])
+        sink.close()
+
+    put(b"one")
+    put(b"one")
+    assert asked == []
+    put(b"two")
+    assert (asked, bucket.read("object")) == ([b"two"], b"two")
+
+    def refuse() -> None:
+        raise AlreadyExistsError("no longer", kind=Kind.ABANDONED)
+
+    sink = bucket.sink("object", 5, guard=refuse)
+    sink.write([b"three"])
+    with pytest.raises(AlreadyExistsError):
+        sink.close()
+    assert bucket.read("object") == b"two"
