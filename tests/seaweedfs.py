@@ -19,6 +19,8 @@ import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from tests.processes import start_process
+
 __all__ = ["run_seaweedfs", "s3_client"]
 
 _SECONDS = 90
@@ -80,7 +82,7 @@ def _start(folder: Path, config: Path) -> tuple[subprocess.Popen[bytes], str]:
     with (folder / "log").open("w") as log:
         # Every bucket has volumes of its own: one at a time, not seven.
         environment = {**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}
-        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=environment)
+        server = start_process(command, stdout=log, stderr=log, cwd=folder, env=environment)
     return server, f"http://127.0.0.1:{ports[-2]}"
 
 

@@ -29,6 +29,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 import pytest
 
+from tests.processes import start_process
 from tests.proxy import Exchange, Proxy, Request
 from tests.seaweedfs import run_seaweedfs, s3_client
 
@@ -284,7 +285,7 @@ def _start_fake_gcs(public: str) -> tuple[subprocess.Popen[bytes], str]:
         f"-external-url={public}",
         "-log-level=error",
     ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = start_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 60
     while time.monotonic() < until and process.poll() is None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
