@@ -12,6 +12,11 @@ join a claim; any other plan is refused.
 is still there (somebody may have deleted the destination and begun anew) and whether claim N+1 exists.
 A writer that sleeps through that instant can still replace an object after its claim was lost;
 the commit (`ucpstore.commit.LoggedTarget`) compares all objects with their records, and so finds it.
+On object stores a request may be on its way for much longer, beyond the commit, too. So each put names the
+object that it expects to replace (`Files.sink`): that of a writer which lost its claim is refused, unless its
+heir left that very object (on S3 also one of equal bytes) in place.
+
+**Probe**: an object store is claimed only after it was seen to refuse a create of an object that exists.
 
 **Done records** ``.ucpstore/done/<epoch>-<content hash>.json`` are written once `Files.sync` has made
 their objects durable. A resumed run trusts them and nothing else.
