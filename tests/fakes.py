@@ -212,9 +212,13 @@ class CrashingFiles:
 
         return bool(self._effect(act))
 
-    def sink(self, name: str, nbytes: int) -> Sink:
+    def creates_exclusively(self) -> bool:
         self.alive()
-        return _CrashingSink(self, self._files.sink(name, nbytes), name)
+        return self._files.creates_exclusively()
+
+    def sink(self, name: str, nbytes: int, **keywords: Any) -> Sink:
+        self.alive()
+        return _CrashingSink(self, self._files.sink(name, nbytes, **keywords), name)
 
 
 class _CrashingSink:

@@ -95,9 +95,12 @@ class CountingFiles:
         self._count("create", name, len(data))
         return self.files.create(name, data)
 
-    def sink(self, name: str, nbytes: int) -> Sink:
+    def creates_exclusively(self) -> bool:
+        return self.files.creates_exclusively()
+
+    def sink(self, name: str, nbytes: int, **keywords: Any) -> Sink:
         self._count("sink", name)
-        return _CountingSink(self, name, self.files.sink(name, nbytes))
+        return _CountingSink(self, name, self.files.sink(name, nbytes, **keywords))
 
     def sync(self) -> None:
         self._count("sync", "")

@@ -22,7 +22,7 @@ from ucpstore.errors import (
 from ucpstore.io.local import LocalFiles
 from ucpstore.layout.geometry import Concat, Copies, FlatEven, Geometry, Part, Strided
 from ucpstore.layout.region import Region
-from ucpstore.pieces import Bound, Buffer, PieceSource
+from ucpstore.pieces import _REMOTE_GAP, _REMOTE_SPAN, Bound, Buffer, PieceSource, _merged
 
 
 def make(
@@ -255,3 +255,31 @@ def test_pieces_that_leave_something_out_are_never_read_as_data(
     with pytest.raises(LayoutError, match="hold 8 of 10 elements") as caught:
         read(source)
     assert caught.value.kind is Kind.GAP
+
+
+def test_remote_strides_are_read_through_within_a_span() -> None:
+    """8 KiB of every 64 KiB: a gap is read through, in stretches of at most the span."""
+    part, stride, count = 8 << 10, 64 << 10, 4000
+    runs = [(i * stride, memoryview(bytes(part))) for i in range(count)]
+    found = list(_merged(iter(runs), _REMOTE_GAP, _REMOTE_SPAN))
+    sizes = [sum(view.nbytes for view in parts) for _, parts in found]
+    assert max(sizes) <= _REMOTE_SPAN
+    assert len(found) == -(-count * stride // _REMOTE_SPAN)
+    starts = [offset for offset, _ in found]
+    assert all(start % stride == 0 for start in starts)
+    kept = {id(view) for _, parts in found for view in parts}
+    assert kept >= {id(view) for _, view in runs}
+
+
+def test_remote_runs_far_apart_are_requests_of_their_own() -> None:
+    runs = [(i * 3 * _REMOTE_GAP, memoryview(bytes(16))) for i in range(5)]
+    found = list(_merged(iter(runs), _REMOTE_GAP, _REMOTE_SPAN))
+    assert [(offset, sum(view.nbytes for view in parts)) for offset, parts in found] == [
+        (offset, 16) for offset, _ in runs
+    ]
+
+
+def test_a_long_run_is_one_request() -> None:
+    run = memoryview(bytes(3 * _REMOTE_GAP))
+    found = list(_merged(iter([(7, run)]), _REMOTE_GAP, _REMOTE_GAP))
+    assert found == [(7, [run])]

@@ -12,6 +12,11 @@ join a claim; any other plan is refused.
 is still there (somebody may have deleted the destination and begun anew) and whether claim N+1 exists.
 A writer that sleeps through that instant can still replace an object after its claim was lost;
 the commit (`ucpstore.commit.LoggedTarget`) compares all objects with their records, and so finds it.
+On object stores a request may be on its way for much longer, beyond the commit, too. So each put names the
+object that it expects to replace (`Files.sink`): that of a writer which lost its claim is refused, unless its
+heir left that very object (on S3 also one of equal bytes) in place.
+
+**Probe**: an object store is claimed only after it was seen to refuse a create of an object that exists.
 
 **Done records** ``.ucpstore/done/<epoch>-<content hash>.json`` are written once `Files.sync` has made
 their objects durable. A resumed run trusts them and nothing else.
@@ -44,6 +49,7 @@ from ucpstore.errors import (
     IntegrityError,
     Kind,
     PlanError,
+    StorageError,
     listing,
 )
 from ucpstore.io.base import Files
@@ -304,6 +310,7 @@ class ClaimLog(ABC):
                     url=self._files.url,
                 )
             if claim is None or claim.plan_digest is None:
+                self._require_exclusive()
                 number, claim = number + 1, Claim(VERSION, digest, number + 1)
                 if not self._files.create(claim_name(number), encode(claim)):
                     continue
@@ -430,6 +437,24 @@ class ClaimLog(ABC):
     @abstractmethod
     def _is_visible(self) -> bool:
         """Whether any plan is committed."""
+
+    def _require_exclusive(self) -> None:
+        """Refuse a store where two claims could both win.
+
+        Raises
+        ------
+        StorageError
+        """
+        if self._files.options.get("unsafe_commit") or self._files.creates_exclusively():
+            return
+        raise StorageError(
+            f"{self._files.url} cannot be claimed: its store replaced an object in a write on the condition"
+            " that there is none, expected that it refuses.",
+            kind=Kind.UNSUPPORTED,
+            hint="Write to a store with conditional writes, as S3 and GCS have them. Or make sure that nobody else"
+            " writes there, and give the destination's storage option unsafe_commit=true.",
+            url=self._files.url,
+        )
 
     def _foreign_content(self) -> list[str]:
         """What lies in a destination that nobody claimed; hidden names do not count."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from ucpstore.claims import ClaimLog
@@ -76,7 +77,8 @@ class LoggedTarget(ABC):
 
     def _write(self, task: Task, source: Source) -> Record:
         self._log.check()
-        sink = self._files.sink(self._place(task), task.nbytes)
+        guard = partial(self._log.check, cached=False)
+        sink = self._files.sink(self._place(task), task.nbytes, guard=guard)
         try:
             digest = self._encode(task, source, sink)
             self._log.check()

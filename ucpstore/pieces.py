@@ -8,6 +8,7 @@ temporary copy).
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,10 @@ __all__ = ["Bound", "Buffer", "PieceSource"]
 
 _LOCAL_GAP = 4 << 10
 _REMOTE_GAP = 1 << 20
-"""Bytes: neighbouring ranges of one file whose gap is at most this are read as one."""
+"""Bytes: neighbouring ranges of one file whose gap is at most this are read as one. Remotely that is what a
+connection carries in the time that a request takes, so that reading through is never slower."""
+_REMOTE_SPAN = 32 << 20
+"""Bytes that one such request may take: it is held in memory while it is taken apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,8 +308,8 @@ class PieceSource:
                 kind=Kind.TRUNCATED,
             )
         start = buffer.offset + piece.offset * size
-        limit = _LOCAL_GAP if self.is_local else _REMOTE_GAP
-        for offset, parts in _merged(_runs(view, piece.strides), limit):
+        limits = (_LOCAL_GAP, sys.maxsize) if self.is_local else (_REMOTE_GAP, _REMOTE_SPAN)
+        for offset, parts in _merged(_runs(view, piece.strides), *limits):
             self._files.read_into(name, start + offset, parts)
         if bound.big_endian and size > 1:
             view[...] = view.byteswap()
@@ -365,15 +369,15 @@ def _bytes_of(view: Arrays) -> memoryview:
 
 
 def _merged(
-    runs: Iterator[tuple[int, memoryview]], limit: int
+    runs: Iterator[tuple[int, memoryview]], limit: int, span: int
 ) -> Iterator[tuple[int, list[memoryview]]]:
-    """Join runs that follow each other in the file with gaps of at most ``limit`` bytes."""
+    """Join runs that follow each other in the file with gaps of at most ``limit`` bytes, ``span`` bytes at most."""
     first = end = 0
     parts: list[memoryview] = []
     waste = None
     for offset, part in runs:
         gap = offset - end
-        if parts and 0 <= gap <= limit:
+        if parts and 0 <= gap <= limit and offset + len(part) - first <= span:
             if gap:
                 waste = waste or memoryview(bytearray(limit))
                 parts.append(waste[:gap])

@@ -84,8 +84,8 @@ class KillingFiles:
     def move(self, name: str, to: str) -> bool:
         return bool(self.effect("move", to, lambda: self._files.move(name, to)))
 
-    def sink(self, name: str, nbytes: int) -> Sink:
-        return KillingSink(self, self._files.sink(name, nbytes), name)
+    def sink(self, name: str, nbytes: int, **keywords: Any) -> Sink:
+        return KillingSink(self, self._files.sink(name, nbytes, **keywords), name)
 
 
 class KillingSink:

@@ -276,7 +276,9 @@ def test_shared_between_threads(files: Files) -> None:
     assert [stat.name for stat in files.list()] == sorted(names)
 
 
-def test_delete_removes_folders_too(files: Files) -> None:
+def test_delete_removes_folders_too(files: Files, request: pytest.FixtureRequest) -> None:
+    if request.node.callspec.params["open_again"] == "seaweedfs":
+        pytest.skip("SeaweedFS shows empty folders for a while")
     for name in ("a/b/1", "a/b/2", "a/3"):
         files.write(name, b"x")
     files.delete(["a/b/1", "a/b/2"])

@@ -11,7 +11,7 @@ import click
 from ucpstore import __version__, api
 from ucpstore.cli.environment import environment
 from ucpstore.cli.mappings import mapping_option, preset_descriptions, read_mapping
-from ucpstore.cli.output import EXIT_FINDINGS, Output, options
+from ucpstore.cli.output import EXIT_FINDINGS, Output, options, side_option
 from ucpstore.cli.patterns import patterns as patterns_commands
 from ucpstore.cli.progress import Progress
 from ucpstore.engine.sizes import format_bytes, parse_bytes
@@ -108,6 +108,8 @@ def _selection(command: Any) -> Any:
         click.option(
             "--format", "format_", default="auto", show_default=True, help="Format of SOURCE."
         ),
+        side_option("dest"),
+        side_option("source"),
     ):
         command = option(command)
     return command
@@ -278,11 +280,14 @@ def _plan_and_report(source: str, dest: str, output: Output, request: dict[str, 
 @options
 def plan(source: str, dest: str, *, output: Output, **request: Any) -> None:
     """Say what converting SOURCE to DEST would read and write. Writes nothing."""
-    _plan_and_report(source, dest, output, _request(output, request))
+    _plan_and_report(source, dest, output, _request(source, dest, output, request))
 
 
-def _request(output: Output, request: dict[str, Any]) -> dict[str, Any]:
+def _request(source: str, dest: str, output: Output, request: dict[str, Any]) -> dict[str, Any]:
     """CLI options as arguments of `ucpstore.api.convert`."""
+    source_options, dest_options = output.options_of(
+        (source, request["source_options"]), (dest, request["dest_options"])
+    )
     layout = request["layout"]
     chosen = {
         "to": request["to"],
@@ -298,8 +303,8 @@ def _request(output: Output, request: dict[str, Any]) -> dict[str, Any]:
     }
     return {
         **chosen,
-        "source_options": output.storage_options,
-        "dest_options": output.storage_options,
+        "source_options": source_options,
+        "dest_options": dest_options,
     }
 
 
@@ -360,7 +365,7 @@ def convert(
 
     Interrupted or killed? The same command again continues where durable work ended.
     """
-    arguments = _request(output, request)
+    arguments = _request(source, dest, output, request)
     if dry_run:
         _plan_and_report(source, dest, output, arguments)
         return
@@ -461,11 +466,13 @@ def load(
 )
 @_patterns
 @mapping_option("the other checkpoint")
+@side_option("against")
 @options
 def verify(
     url: str,
     *,
     against: str | None,
+    against_options: dict[str, Any],
     patterns: str | None,
     mappings: Sequence[str],
     output: Output,
@@ -474,13 +481,14 @@ def verify(
 
     Exits with 1 if anything is found.
     """
+    own, others = output.options_of((url, {}), (against, against_options))
     result = api.verify(
         url,
         against=against,
         patterns=patterns,
         mapping=read_mapping(mappings),
-        storage_options=output.storage_options,
-        against_options=output.storage_options,
+        storage_options=own,
+        against_options=others,
     )
     if output.as_json:
         output.json(result.to_json())
@@ -496,24 +504,29 @@ def verify(
 @click.option("--all", "show_all", is_flag=True, help="List equal states too.")
 @_patterns
 @mapping_option("LEFT")
+@side_option("left")
+@side_option("right")
 @options
 def diff(
     left: str,
     right: str,
     *,
+    left_options: dict[str, Any],
+    right_options: dict[str, Any],
     show_all: bool,
     patterns: str | None,
     mappings: Sequence[str],
     output: Output,
 ) -> None:
     """Compare two checkpoints of any format, bit by bit. Exits with 1 if they differ."""
+    left_options, right_options = output.options_of((left, left_options), (right, right_options))
     result = api.diff(
         left,
         right,
         patterns=patterns,
         mapping=read_mapping(mappings),
-        left_options=output.storage_options,
-        right_options=output.storage_options,
+        left_options=left_options,
+        right_options=right_options,
     )
     if output.as_json:
         output.json(result.to_json())

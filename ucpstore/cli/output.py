@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from ucpstore.errors import IntegrityError, StorageError, UcpStoreError, WorkerError
+from ucpstore.io.urls import parse_url
 from ucpstore.text import printable
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "EXIT_STORAGE",
     "Output",
     "options",
+    "side_option",
 ]
 
 EXIT_FINDINGS = 1
@@ -54,6 +56,16 @@ class Output:
         self.verbose = verbose
         self.color = color and "NO_COLOR" not in os.environ and sys.stderr.isatty()
         self.storage_options = dict(storage_options)
+
+    def options_of(
+        self, *sides: tuple[str | None, Mapping[str, Any]]
+    ) -> tuple[dict[str, Any], ...]:
+        """Storage options of each side's URL: those for all sides, where it is no local one, then its own."""
+        remote = [url is not None and parse_url(url).scheme in ("s3", "gs") for url, _ in sides]
+        return tuple(
+            {**(self.storage_options if is_remote or not any(remote) else {}), **own}
+            for is_remote, (_, own) in zip(remote, sides, strict=True)
+        )
 
     def data(self, text: str) -> None:
         """The result, for people."""
@@ -152,6 +164,18 @@ def _plain(name: str, kind: str, text: str) -> dict[str, Any]:
     return {"type": name, "kind": kind, "message": text, "hint": "", "context": {}}
 
 
+def side_option(side: str) -> Callable[[Any], Any]:
+    """Decorator: storage options of one of two URLs, ``--SIDE-option``."""
+    return click.option(
+        f"--{side}-option",
+        f"{side}_options",
+        metavar="NAME=VALUE",
+        multiple=True,
+        callback=_storage_options,
+        help=f"As --storage-option, for {side.upper()} only; may be repeated.",
+    )
+
+
 def _storage_options(
     context: click.Context, option: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, Any]:
@@ -159,7 +183,8 @@ def _storage_options(
     for text in values:
         name, separator, value = text.partition("=")
         if not separator or not name:
-            raise click.BadParameter(f"{text!r} is not NAME=VALUE", ctx=context, param=option)
+            # Not what was found: it may be a secret.
+            raise click.BadParameter("expected NAME=VALUE", ctx=context, param=option)
         try:
             found[name] = json.loads(value)
         except ValueError:

@@ -23,7 +23,9 @@ def open_files(url: str | os.PathLike[str], options: Mapping[str, Any] | None = 
     options : mapping, optional
         Storage options in fsspec's words. S3: ``key``, ``secret``, ``token``, ``profile``,
         ``anon``, ``endpoint_url``, ``requester_pays``, ``client_kwargs`` (``region_name``). GCS:
-        ``token``, ``project``, ``endpoint_url``, ``requester_pays``.
+        ``token``, ``project``, ``endpoint_url``, ``requester_pays``. Both: ``unsafe_commit``, to write
+        to a store that ignores the conditions of writes. Two conversions that begin there at the same
+        time can mix; nothing else changes, and one conversion with all its workers is safe.
 
     Raises
     ------

@@ -5,7 +5,7 @@ Nothing here knows tensors. Names are relative, ``/``-separated and never leave 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -92,8 +92,15 @@ class Files(Protocol):
         Atomic among racing writers, and durable. Returns whether this call created it.
         """
 
-    def sink(self, name: str, nbytes: int) -> Sink:
-        """Start writing an object of ``nbytes`` bytes; durable only after `sync`."""
+    def creates_exclusively(self) -> bool:
+        """Whether `create` keeps its promise here: an object store is asked, with objects of its own."""
+
+    def sink(self, name: str, nbytes: int, *, guard: Callable[[], object] | None = None) -> Sink:
+        """Start writing an object of ``nbytes`` bytes; durable only after `sync`.
+
+        On object stores ``guard`` is called before an object with other bytes is replaced, and may
+        raise. An object that appears between the guard and the request is not replaced unseen.
+        """
 
     def sync(self) -> None:
         """Make everything that finished sinks wrote durable."""

@@ -8,7 +8,7 @@ import os
 import sys
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -200,7 +200,13 @@ class LocalFiles:
                 return self._create_locked(temporary, path)
         return True
 
-    def sink(self, name: str, nbytes: int) -> LocalSink:
+    def creates_exclusively(self) -> bool:
+        """See `create`: always."""
+        return True
+
+    def sink(
+        self, name: str, nbytes: int, *, guard: Callable[[], object] | None = None
+    ) -> LocalSink:
         """See `ucpstore.io.base.Files.sink`. Nothing is reserved for ``nbytes`` in advance."""
         path = self._path(name)
         with os_errors("write", path):

@@ -7,7 +7,7 @@ import io
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ucpstore.errors import CheckpointNotFoundError, CorruptSourceError, Kind, StorageError
@@ -142,7 +142,13 @@ class ObjectFiles(ABC):
         check_name(name)
         return self._put(name, io.BytesIO(data))
 
-    def sink(self, name: str, nbytes: int) -> ObjectSink:
+    def creates_exclusively(self) -> bool:
+        """See `ucpstore.io.base.Files.creates_exclusively`."""
+        return True
+
+    def sink(
+        self, name: str, nbytes: int, *, guard: Callable[[], object] | None = None
+    ) -> ObjectSink:
         """See `ucpstore.io.base.Files.sink`, and `ObjectSink` for the memory that it needs."""
         check_name(name)
         if nbytes > MAX_OBJECT_BYTES:
@@ -153,7 +159,7 @@ class ObjectFiles(ABC):
                 url=self.url,
                 name=name,
             )
-        return ObjectSink(self, name, nbytes)
+        return ObjectSink(self, name, nbytes, guard)
 
     def sync(self) -> None:  # noqa: B027 (a default, not an oversight)
         """Nothing to do: an object store answers a put when the object is durable."""
@@ -187,6 +193,14 @@ class ObjectFiles(ABC):
     @abstractmethod
     def _put(self, name: str, content: io.BytesIO) -> FileStat:
         """Write a whole object; takes ``content`` over and closes it."""
+
+    def _place(
+        self, name: str, content: io.BytesIO, guard: Callable[[], object] | None
+    ) -> FileStat:
+        """`_put` of a sink; see `ucpstore.io.base.Files.sink` for ``guard``."""
+        if guard is not None:
+            guard()
+        return self._put(name, content)
 
     # -------------------------------------------------------------- internal
 
@@ -229,13 +243,20 @@ class ObjectSink:
     """One object that is collected in memory and put at `close`.
 
     Memory: the declared size once, from the start to the end of the put. On GCS three times for the
-    moment in which TensorStore takes the put over, then once.
+    moment in which TensorStore takes the put over, then twice.
     """
 
-    def __init__(self, files: ObjectFiles, name: str, nbytes: int) -> None:
+    def __init__(
+        self,
+        files: ObjectFiles,
+        name: str,
+        nbytes: int,
+        guard: Callable[[], object] | None = None,
+    ) -> None:
         self._files = files
         self._name = name
         self._nbytes = nbytes
+        self._guard = guard
         self._written = 0
         # BytesIO adopts the bytes without a copy as long as nobody else refers to them.
         self._content = io.BytesIO(bytes(nbytes))
@@ -259,7 +280,7 @@ class ObjectSink:
         if self._written != self._nbytes:
             self.abort()
             raise self._wrong_size()
-        return self._files._put(self._name, self._content)
+        return self._files._place(self._name, self._content, self._guard)
 
     def abort(self) -> None:
         """See `ucpstore.io.base.Sink.abort`."""

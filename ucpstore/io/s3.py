@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ucpstore.errors import Kind, StorageError
+from ucpstore.io.urls import OWN_OPTIONS
 
 __all__ = ["s3_client", "s3_endpoint", "s3_filesystem", "s3_region"]
 
@@ -41,7 +42,8 @@ def s3_filesystem(options: Mapping[str, Any]) -> Any:
     import s3fs
 
     endpoint, region = s3_endpoint(options), s3_region(options)
-    given = {k: v for k, v in options.items() if k not in ("client_kwargs", "endpoint_url")}
+    elsewhere = ("client_kwargs", "endpoint_url", *OWN_OPTIONS)
+    given = {k: v for k, v in options.items() if k not in elsewhere}
     return s3fs.S3FileSystem(
         **given,
         endpoint_url=endpoint,

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from ucpstore.errors import Kind, StorageError, close_names, listing
 
-__all__ = ["Location", "check_options", "parse_url"]
+__all__ = ["OWN_OPTIONS", "Location", "check_options", "parse_url"]
 
 SCHEMES = ("file", "memory", "s3", "gs")
 
@@ -26,9 +26,12 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
         "requester_pays",
         "secret",
         "token",
+        "unsafe_commit",
     ),
-    "gs": ("endpoint_url", "project", "requester_pays", "token"),
+    "gs": ("endpoint_url", "project", "requester_pays", "token", "unsafe_commit"),
 }
+OWN_OPTIONS = ("unsafe_commit",)
+"""Storage options that are ours and not fsspec's."""
 _CLIENT_KWARGS = ("endpoint_url", "region_name")
 
 

@@ -236,9 +236,9 @@ class JitteryFiles:
 
         return late
 
-    def sink(self, name: str, nbytes: int) -> Sink:
+    def sink(self, name: str, nbytes: int, **keywords: Any) -> Sink:
         time.sleep(self._random.choice((0, 0, 0.0005, 0.003)))
-        return self._files.sink(name, nbytes)
+        return self._files.sink(name, nbytes, **keywords)
 
 
 def race(acts: Sequence[Callable[[], Any]]) -> list[Any]:

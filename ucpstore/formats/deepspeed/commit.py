@@ -136,7 +136,9 @@ class FolderTarget(LoggedTarget):
         if not files.is_local:
             raise PlanError(
                 f"{files.url}: a native DeepSpeed checkpoint is written to a local folder, as DeepSpeed reads no"
-                " other; found an object store."
+                " other; found an object store.",
+                hint="Give a local folder of the machine that loads it: the source may be in a bucket. Or convert to"
+                " the Zarr format there (to='zarr').",
             )
         if "/" in check_name(tag) or tag.startswith(".") or tag == LATEST:
             raise PlanError(f"tag {tag!r} is no plain folder name.", kind=Kind.NAME)
