@@ -24,8 +24,9 @@ from ucpstore.errors import (
     UnrecognizedSourceError,
 )
 from ucpstore.events import Listener
-from ucpstore.io import open_files
+from ucpstore.io import Url, open_files, open_roots, root_urls
 from ucpstore.io.base import Files
+from ucpstore.io.union import UnionFiles
 from ucpstore.io.urls import parse_url
 from ucpstore.layout.parallel import Layout
 from ucpstore.layout.rules import Patterns
@@ -56,7 +57,8 @@ __all__ = [
 DEFAULT_MEMORY_LIMIT = 2 << 30
 """Bytes that tasks in flight may need together, where the caller gives no limit."""
 
-Url = str | os.PathLike[str]
+Urls = Url | Sequence[Url]
+"""One root, or several among which the files of one checkpoint are spread."""
 Rules = Patterns | str | os.PathLike[str]
 """Patterns, the path of a TOML or JSON file, or the name of a preset."""
 
@@ -68,7 +70,7 @@ def formats() -> dict[str, Format]:
 
 
 def open(  # noqa: A001
-    url: Url,
+    url: Urls,
     *,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
@@ -80,8 +82,10 @@ def open(  # noqa: A001
 
     Parameters
     ----------
-    url : str or path
-        Folder or prefix: a path, ``s3://``, ``gs://`` or ``memory://``.
+    url : str or path, or several
+        Folder or prefix: a path, ``s3://``, ``gs://`` or ``memory://``. Several are the roots that the nodes
+        of a run wrote to: together they hold one checkpoint, and a file that lies in more than one must be
+        the same there.
     format : str
         ``auto`` detects; ``ucpstore`` is our own store; else the name of an installed format.
     tag : str, optional
@@ -114,7 +118,7 @@ def open(  # noqa: A001
     >>> checkpoint = ucpstore.open("run/checkpoints")                    # doctest: +SKIP
     >>> checkpoint["model.norm.weight"].fp32[:4]                         # doctest: +SKIP
     """
-    files = open_files(os.fspath(url), storage_options)
+    files = open_roots(url, storage_options)
     view = _View(Patterns.of(patterns), _checked(mapping))
     return Checkpoint(_open_source(files, format, tag, view))
 
@@ -156,6 +160,8 @@ def _format_of(files: Files, name: str) -> Format:
 
     own = StoreFormat()
     known: dict[str, Format] = {own.name: own, **formats()}
+    if isinstance(files, UnionFiles):
+        del known[own.name]  # a store is what lies under its root document
     if name != "auto":
         if name not in known:
             raise NotFoundError(
@@ -187,7 +193,7 @@ def _format_of(files: Files, name: str) -> Format:
 class _Request:
     """Everything that decides a conversion, checked, so that a worker process can open it again."""
 
-    source: str
+    source: tuple[str, ...]
     dest: str
     layout: Layout | None
     format: str
@@ -202,7 +208,7 @@ class _Request:
     @classmethod
     def of(
         cls,
-        source: Url,
+        source: Urls,
         dest: Url,
         *,
         to: str,
@@ -221,7 +227,7 @@ class _Request:
         _check_target(to, layout, {"states": states, "only": only, "exclude": exclude})
         return cls(
             # In full: a worker process may have another working directory.
-            source=parse_url(source).url,
+            source=root_urls(source),
             dest=parse_url(dest).url,
             layout=layout,
             format=format,
@@ -239,7 +245,7 @@ class _Request:
 
         With ``ranks`` the plan of a native target lists which rank will hold which parts.
         """
-        files = open_files(self.source, self.source_options)
+        files = open_roots(self.source, self.source_options)
         source = _open_source(files, self.format, self.tag, self.view)
         files = open_files(self.dest, self.dest_options)
         _refuse_inside(source, files)
@@ -255,7 +261,8 @@ class _Request:
         rules = self.view.patterns
         target = DeepSpeedTarget(files, source, layout, rules)
         warnings = [*target.warnings]
-        if self.view.mapping is None and same_layout(source, layout, rules):
+        whole = self.view.mapping is None and len(self.source) == 1
+        if whole and same_layout(source, layout, rules):
             warnings.append(_SAME_LAYOUT)
         plan = make_plan(
             source,
@@ -309,7 +316,7 @@ def _open_job(request: _Request) -> tuple[str, Source, ZarrTarget | DeepSpeedTar
 
 
 def plan(
-    source: Url,
+    source: Urls,
     dest: Url,
     *,
     to: str = "zarr",
@@ -386,7 +393,7 @@ def _names(option: str, names: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def convert(
-    source: Url,
+    source: Urls,
     dest: Url,
     *,
     to: str = "zarr",
@@ -416,8 +423,9 @@ def convert(
 
     Parameters
     ----------
-    source, dest : str or path
-        URLs, as for `open`.
+    source : str or path, or several
+        URL or the roots of a run's nodes, as for `open`.
+    dest : str or path
     to : str
         ``zarr``: our own store. ``deepspeed``: a native checkpoint that unmodified DeepSpeed loads.
         Either way ``dest`` holds one checkpoint: those of a run are neither added to nor replaced.
@@ -502,7 +510,7 @@ def convert(
 
 
 def load(
-    url: Url,
+    url: Urls,
     layout: Layout,
     rank: int,
     *,
@@ -562,7 +570,7 @@ def load(
     from ucpstore.rankstate import RankState
 
     view = _View(Patterns.of(patterns), _checked(mapping))
-    source = _open_source(open_files(os.fspath(url), storage_options), format, tag, view)
+    source = _open_source(open_roots(url, storage_options), format, tag, view)
     recipe = make_recipe(source, layout, view.patterns)
     state = RankState(
         source,
@@ -597,9 +605,9 @@ def abandon(dest: Url, *, storage_options: Mapping[str, Any] | None = None) -> s
 
 
 def verify(
-    url: Url,
+    url: Urls,
     *,
-    against: Url | None = None,
+    against: Urls | None = None,
     patterns: Rules | None = None,
     mapping: NameMapping | None = None,
     format: str = "auto",  # noqa: A002
@@ -633,8 +641,8 @@ def verify(
 
 
 def diff(
-    left: Url,
-    right: Url,
+    left: Urls,
+    right: Urls,
     *,
     patterns: Rules | None = None,
     mapping: NameMapping | None = None,
@@ -661,14 +669,14 @@ def diff(
 
 
 def _open_ranks(
-    url: Url,
+    url: Urls,
     patterns: Rules | None,
     format_: str,
     tag: str | None,
     storage_options: Mapping[str, Any] | None,
 ) -> tuple[list[Source], Patterns]:
     """What every tensor-parallel rank holds, and the rules in force: the given ones, then the checkpoint's."""
-    files = open_files(os.fspath(url), storage_options)
+    files = open_roots(url, storage_options)
     opener = partial(
         _format_of(files, format_).open, files, tag=tag, patterns=Patterns.of(patterns)
     )
@@ -680,7 +688,7 @@ def _open_ranks(
 
 
 def infer_patterns(
-    url: Url,
+    url: Urls,
     *,
     patterns: Rules | None = None,
     format: str = "auto",  # noqa: A002
@@ -711,7 +719,7 @@ def infer_patterns(
 
 
 def explain_patterns(
-    url: Url,
+    url: Urls,
     names: Sequence[str] = (),
     *,
     patterns: Rules | None = None,
@@ -746,7 +754,7 @@ def explain_patterns(
 
 
 def check_patterns(
-    url: Url,
+    url: Urls,
     patterns: Rules | None = None,
     *,
     format: str = "auto",  # noqa: A002

@@ -54,6 +54,13 @@ def main() -> None:
 main.add_command(patterns_commands)
 
 _tag = click.option("--tag", help="Checkpoint tag; by default the one that 'latest' names.")
+_roots = click.option(
+    "--source",
+    "roots",
+    multiple=True,
+    metavar="URL",
+    help="A further root: the rank files that another node wrote. May be repeated.",
+)
 _patterns = click.option(
     "--patterns",
     metavar="FILE|PRESET",
@@ -82,6 +89,7 @@ def _selection(command: Any) -> Any:
         click.option("--state", "states", multiple=True, metavar="NAME", help="Only these states."),
         _patterns,
         _tag,
+        _roots,
         click.option(
             "--format", "format_", default="auto", show_default=True, help="Format of SOURCE."
         ),
@@ -91,10 +99,16 @@ def _selection(command: Any) -> Any:
 
 
 def _open(
-    url: str, output: Output, *, format_: str, mappings: Sequence[str], **which: Any
+    url: str,
+    output: Output,
+    *,
+    roots: Sequence[str],
+    format_: str,
+    mappings: Sequence[str],
+    **which: Any,
 ) -> Checkpoint:
     checkpoint = api.open(
-        url,
+        [url, *roots],
         format=format_,
         mapping=read_mapping(mappings),
         storage_options=output.storage_options,
@@ -115,15 +129,22 @@ _mapping = mapping_option("URL")
 @click.argument("url")
 @_format
 @_tag
+@_roots
 @_patterns
 @_mapping
 @options
 def inspect(
-    url: str, *, format_: str, mappings: Sequence[str], output: Output, **which: Any
+    url: str,
+    *,
+    roots: Sequence[str],
+    format_: str,
+    mappings: Sequence[str],
+    output: Output,
+    **which: Any,
 ) -> None:
     """Say what is at URL: format, layout, states, common state. Reads no tensor bytes."""
     checkpoint = api.open(
-        url,
+        [url, *roots],
         format=format_,
         mapping=read_mapping(mappings),
         storage_options=output.storage_options,
@@ -160,6 +181,7 @@ def inspect(
 @click.option("--state", metavar="NAME", help="Only this state.")
 @_format
 @_tag
+@_roots
 @_patterns
 @_mapping
 @options
@@ -227,6 +249,7 @@ def ls(
 )
 @_format
 @_tag
+@_roots
 @_patterns
 @_mapping
 @options
@@ -240,7 +263,9 @@ def tree(url: str, *, max_nodes: int, format_: str, output: Output, **which: Any
         output.data(text)
 
 
-def _plan_and_report(source: str, dest: str, output: Output, request: dict[str, Any]) -> None:
+def _plan_and_report(
+    source: Sequence[str], dest: str, output: Output, request: dict[str, Any]
+) -> None:
     plan = api.plan(source, dest, **request)
     if output.as_json:
         output.json(plan.to_json())
@@ -253,9 +278,9 @@ def _plan_and_report(source: str, dest: str, output: Output, request: dict[str, 
 @click.argument("dest")
 @_selection
 @options
-def plan(source: str, dest: str, *, output: Output, **request: Any) -> None:
+def plan(source: str, dest: str, *, roots: Sequence[str], output: Output, **request: Any) -> None:
     """Say what converting SOURCE to DEST would read and write. Writes nothing."""
-    _plan_and_report(source, dest, output, _request(output, request))
+    _plan_and_report([source, *roots], dest, output, _request(output, request))
 
 
 def _request(output: Output, request: dict[str, Any]) -> dict[str, Any]:
@@ -323,6 +348,7 @@ def convert(
     source: str,
     dest: str,
     *,
+    roots: Sequence[str],
     dry_run: bool,
     workers: int,
     threads: int | None,
@@ -338,11 +364,11 @@ def convert(
     """
     arguments = _request(output, request)
     if dry_run:
-        _plan_and_report(source, dest, output, arguments)
+        _plan_and_report([source, *roots], dest, output, arguments)
         return
     with Progress(output) as progress:
         report = api.convert(
-            source,
+            [source, *roots],
             dest,
             **arguments,
             workers=workers,
@@ -375,10 +401,12 @@ def convert(
 @_mapping
 @_format
 @_tag
+@_roots
 @options
 def load(
     url: str,
     *,
+    roots: Sequence[str],
     layout: str,
     rank: int,
     memory_limit: str | None,
@@ -391,7 +419,7 @@ def load(
 ) -> None:
     """Read what one rank would hold of URL in another layout, drop it, and say what that took."""
     state = api.load(
-        url,
+        [url, *roots],
         Layout.parse(layout),
         rank,
         patterns=patterns,
@@ -432,12 +460,14 @@ def load(
 @click.option(
     "--against", metavar="URL", help="Also compare with this checkpoint, element by element."
 )
+@_roots
 @_patterns
 @mapping_option("the other checkpoint")
 @options
 def verify(
     url: str,
     *,
+    roots: Sequence[str],
     against: str | None,
     patterns: str | None,
     mappings: Sequence[str],
@@ -448,7 +478,7 @@ def verify(
     Exits with 1 if anything is found.
     """
     result = api.verify(
-        url,
+        [url, *roots],
         against=against,
         patterns=patterns,
         mapping=read_mapping(mappings),
