@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         load,
         open,  # noqa: A004
         plan,
+        save_rank,
         verify,
     )
     from ucpstore.checkpoint import Checkpoint, LazyTensor, Parameter
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
     from ucpstore.layout.parallel import Layout
     from ucpstore.layout.rules import Patterns
     from ucpstore.mapping import Mapping
+    from ucpstore.parts.held import Held
     from ucpstore.rankstate import LocalTensor, RankState, Transfer
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Checkpoint": "ucpstore.checkpoint",
+    "Held": "ucpstore.parts.held",
     "Layout": "ucpstore.layout.parallel",
     "LazyTensor": "ucpstore.checkpoint",
     "Mapping": "ucpstore.mapping",
@@ -58,11 +61,13 @@ _HOME = {
     "load": "ucpstore.api",
     "open": "ucpstore.api",
     "plan": "ucpstore.api",
+    "save_rank": "ucpstore.api",
     "verify": "ucpstore.api",
 }
 
 __all__ = [
     "Checkpoint",
+    "Held",
     "Layout",
     "LazyTensor",
     "LocalTensor",
@@ -84,6 +89,7 @@ __all__ = [
     "load",
     "open",
     "plan",
+    "save_rank",
     "verify",
 ]
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ucpstore.inspect.infer import Explanation, Inference, PatternCheck
     from ucpstore.inspect.verify import Verification
     from ucpstore.mapping import Mapping as NameMapping
+    from ucpstore.parts.held import Held
     from ucpstore.rankstate import Into, RankState
     from ucpstore.store.target import ZarrTarget
 
@@ -51,6 +52,7 @@ __all__ = [
     "load",
     "open",
     "plan",
+    "save_rank",
     "verify",
 ]
 
@@ -583,6 +585,91 @@ def load(
         limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else parse_bytes(memory_limit)
         state.load(into, memory_limit=limit, compare=compare)
     return state
+
+
+def save_rank(
+    url: Url,
+    parts: Sequence[Held],
+    *,
+    rank: int,
+    world: int,
+    common: Mapping[str, Any] | None = None,
+    parallelism: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, Sequence[str]] | None = None,
+    threads: int | None = None,
+    memory_limit: float | str | None = None,
+    retries: int = 4,
+    timeout: float = 1800.0,
+    wait: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    on_event: Listener | None = None,
+) -> Report:
+    """Save what this rank of a running job holds; all ranks call it, and together write one store.
+
+    The ranks talk through ``url`` alone. Each writes the objects of which it holds most, straight from memory;
+    what it holds of others' objects it stages for them. The checkpoint becomes visible at once, when every object
+    is there. After a failure nothing is: the next attempt takes over what the dead one had claimed.
+
+    Parameters
+    ----------
+    url : str or path
+        Where nothing is yet; every save of a run has a folder of its own.
+    parts : sequence of Held
+        What this rank holds. Every element of every state must be held by somebody. Replicas may be given by
+        all that hold them: they are compared, and their writing is divided.
+    rank, world : int
+        Which of how many callers this is.
+    common : mapping, optional
+        The common state, JSON values (`ucpstore.contracts.CommonState`): ``param_groups``, ``steps``,
+        ``counters``, ... From one rank, or the same from several.
+    parallelism : mapping, optional
+        Facts about the layout that runs: ``{"dp": 4, "zero_stage": 1}``. As ``common``.
+    aliases : mapping of str to sequence of str, optional
+        Other names of tied parameters. As ``common``.
+    threads, memory_limit, retries, storage_options, on_event
+        As for `convert`.
+    timeout : float, seconds
+        How long to wait for other ranks at any one step.
+    wait : bool
+        Return when the checkpoint is visible, not when this rank's part is written.
+
+    Returns
+    -------
+    Report
+        ``committed`` is False only without ``wait``.
+
+    Raises
+    ------
+    AlreadyExistsError
+        ``url`` holds, or is claimed for, something else; or another attempt has begun (``ABANDONED``).
+    LayoutError
+        The parts leave gaps, overlap, or do not fit together; nothing was written.
+    IntegrityError
+        Replicas differ (``REPLICAS_DIFFER``), or a staged part was damaged.
+    WorkerError
+        Another rank did not come within the timeout.
+    StorageError
+
+    Examples
+    --------
+    >>> mine = [Held("w", "fp32", flat[:500], (20, 50), start=500 * rank)]      # doctest: +SKIP
+    >>> ucpstore.save_rank("s3://b/run/step-100", mine, rank=rank, world=2)      # doctest: +SKIP
+    """
+    from ucpstore.parts.live import save_parts
+
+    limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else parse_bytes(memory_limit)
+    return save_parts(
+        open_files(url, storage_options),
+        parts,
+        rank=rank,
+        world=world,
+        facts={"common": common, "parallelism": parallelism, "aliases": aliases},
+        workers=Workers(threads=threads, memory_limit=limit),
+        settings=Settings(threads=1, retries=retries),
+        timeout=timeout,
+        wait=wait,
+        emit=on_event,
+    )
 
 
 def abandon(dest: Url, *, storage_options: Mapping[str, Any] | None = None) -> str | None:
