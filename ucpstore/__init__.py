@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ucpstore.layout.parallel import Layout
     from ucpstore.layout.rules import Patterns
     from ucpstore.mapping import Mapping
+    from ucpstore.parts.deepspeed import deepspeed_parts
     from ucpstore.parts.held import Held
     from ucpstore.rankstate import LocalTensor, RankState, Transfer
 
@@ -55,6 +56,7 @@ _HOME = {
     "abandon": "ucpstore.api",
     "check_patterns": "ucpstore.api",
     "convert": "ucpstore.api",
+    "deepspeed_parts": "ucpstore.parts.deepspeed",
     "diff": "ucpstore.api",
     "explain_patterns": "ucpstore.api",
     "infer_patterns": "ucpstore.api",
@@ -83,6 +85,7 @@ __all__ = [
     "abandon",
     "check_patterns",
     "convert",
+    "deepspeed_parts",
     "diff",
     "explain_patterns",
     "infer_patterns",

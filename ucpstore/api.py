@@ -596,6 +596,7 @@ def save_rank(
     common: Mapping[str, Any] | None = None,
     parallelism: Mapping[str, Any] | None = None,
     aliases: Mapping[str, Sequence[str]] | None = None,
+    order: Sequence[str] | None = None,
     threads: int | None = None,
     memory_limit: float | str | None = None,
     retries: int = 4,
@@ -626,6 +627,8 @@ def save_rank(
         Facts about the layout that runs: ``{"dp": 4, "zero_stage": 1}``. As ``common``.
     aliases : mapping of str to sequence of str, optional
         Other names of tied parameters. As ``common``.
+    order : sequence of str, optional
+        Names in the model's order; by default they are in the order of the ranks' parts. As ``common``.
     threads, memory_limit, retries, storage_options, on_event
         As for `convert`.
     timeout : float, seconds
@@ -663,7 +666,12 @@ def save_rank(
         parts,
         rank=rank,
         world=world,
-        facts={"common": common, "parallelism": parallelism, "aliases": aliases},
+        facts={
+            "common": common,
+            "parallelism": parallelism,
+            "aliases": aliases,
+            "order": None if order is None else list(order),
+        },
         workers=Workers(threads=threads, memory_limit=limit),
         settings=Settings(threads=1, retries=retries),
         timeout=timeout,

@@ -68,6 +68,7 @@ class _Rank(msgspec.Struct, frozen=True):
     common: dict[str, Any] | None = None
     parallelism: dict[str, Any] | None = None
     aliases: dict[str, tuple[str, ...]] | None = None
+    order: tuple[str, ...] | None = None
 
 
 def save_parts(
@@ -76,7 +77,7 @@ def save_parts(
     *,
     rank: int,
     world: int,
-    facts: Mapping[str, Mapping[str, Any] | None],
+    facts: Mapping[str, Any],
     workers: Workers,
     settings: Settings,
     timeout: float,
@@ -92,7 +93,7 @@ def save_parts(
     parts : sequence of Held
     rank, world : int
     facts : mapping
-        ``common``, ``parallelism`` and ``aliases``.
+        ``common``, ``parallelism``, ``aliases`` and ``order``.
     workers, settings
         How the objects are written.
     timeout : float, seconds
@@ -133,7 +134,7 @@ def _describe(
     *,
     rank: int,
     world: int,
-    facts: Mapping[str, Mapping[str, Any] | None],
+    facts: Mapping[str, Any],
 ) -> bytes:
     rows = []
     for part, dtype, digest in zip(parts, memory.dtypes, memory.hashes, strict=True):
@@ -184,8 +185,8 @@ def _open(
     url = f"the memory of {len(ranks)} ranks"
     shared = SharedFiles(url, memory, mine=[file_of(rank)], stats=tables)  # type: ignore[arg-type]
     parameters, bound = _assemble(ranks)
-    aliases = _agreed(ranks, "aliases")
-    parallelism = {**_agreed(ranks, "parallelism")}
+    aliases = _agreed(ranks, "aliases", {})
+    place = {fqn: index for index, fqn in enumerate(_agreed(ranks, "order", ()))}
     source = _LiveSource(
         format=FORMAT,
         files=shared,
@@ -197,10 +198,12 @@ def _open(
                 trainable=any(spec.role is Role.MASTER_WEIGHT for spec in states.values()),
                 aliases=tuple(aliases.get(fqn, ())),
             )
-            for fqn, states in parameters.items()
+            for fqn, states in sorted(
+                parameters.items(), key=lambda item: place.get(item[0], len(place))
+            )
         },
-        common=CommonState(_agreed(ranks, "common")),
-        parallelism=parallelism,
+        common=CommonState(_agreed(ranks, "common", {})),
+        parallelism=_agreed(ranks, "parallelism", {}),
         warnings=[],
         bound=bound,
     )
@@ -214,11 +217,11 @@ def _open(
     return source, target, plan
 
 
-def _agreed(ranks: Sequence[_Rank], name: str) -> dict[str, Any]:
+def _agreed(ranks: Sequence[_Rank], name: str, default: Any) -> Any:
     """What those ranks say that say anything."""
     said = {one.rank: getattr(one, name) for one in ranks if getattr(one, name) is not None}
     if not said:
-        return {}
+        return default
     first, value = next(iter(said.items()))
     for rank, other in said.items():
         if other != value:
@@ -227,10 +230,12 @@ def _agreed(ranks: Sequence[_Rank], name: str) -> dict[str, Any]:
                 f" {_first_difference(value, other)}; expected the same, or from one rank only.",
                 kind=Kind.REPLICAS_DIFFER,
             )
-    return dict(value)
+    return value
 
 
-def _first_difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> str:
+def _first_difference(left: Any, right: Any) -> str:
+    if isinstance(left, tuple):
+        left, right = dict(enumerate(left)), dict(enumerate(right))
     key = next(key for key in {**left, **right} if left.get(key) != right.get(key))
     return f"{key}: {json.dumps(left.get(key)):.80} and {json.dumps(right.get(key)):.80}"
 
