@@ -22,6 +22,7 @@ from ucpstore.errors import (
     NotFoundError,
     PlanError,
     UnrecognizedSourceError,
+    listing,
 )
 from ucpstore.events import Listener
 from ucpstore.io import Url, open_files, open_roots, root_urls
@@ -411,6 +412,8 @@ def convert(
     workers: int | None = None,
     threads: int | None = None,
     share: tuple[int, int] | None = None,
+    node: tuple[int, int] | None = None,
+    timeout: float = 1800.0,
     memory_limit: float | str | None = None,
     retries: int = 4,
     source_options: Mapping[str, Any] | None = None,
@@ -452,6 +455,12 @@ def convert(
     share : (int, int), optional
         Do only part ``index`` of ``count``; other processes do the rest, and whoever finds everything
         done commits.
+    node : (int, int), optional
+        The rank files lie on the disks of the nodes that wrote them: this process is node ``index`` of ``count``,
+        and ``source`` is what it sees of them. All nodes run at once; what they need of each other's files
+        goes through ``dest``.
+    timeout : float, seconds
+        With ``node``: how long to wait for other nodes at any one step.
     memory_limit : number or str, optional, bytes
         What tasks in flight may need together, such as ``"512MB"``; 2 GiB by default.
     retries : int
@@ -498,6 +507,11 @@ def convert(
         source_options=source_options,
         dest_options=dest_options,
     )
+    settings = Settings(threads=1, retries=retries)
+    if node is not None:
+        return _convert_node(
+            request, node, timeout=timeout, workers=chosen, settings=settings, emit=on_event
+        )
     found, opened, target = request.open()
     if _SAME_LAYOUT in found.warnings:
         return nothing_to_do(opened, found)
@@ -506,8 +520,55 @@ def convert(
         found,
         workers=chosen,
         opener=partial(_open_job, request),
-        settings=Settings(threads=1, retries=retries),
+        settings=settings,
         emit=on_event,
+    )
+
+
+def _convert_node(
+    request: _Request,
+    node: tuple[int, int],
+    *,
+    timeout: float,
+    workers: Workers,
+    settings: Settings,
+    emit: Listener | None,
+) -> Report:
+    """Convert what this node sees, together with the other nodes."""
+    from ucpstore.formats.deepspeed.reader import DeepSpeedFormat
+    from ucpstore.parts.nodes import meet
+    from ucpstore.parts.work import divide, run_parts
+
+    refused = {
+        "to='deepspeed'": request.layout is not None,
+        "a mapping": request.view.mapping is not None,
+        f"format={request.format!r}": request.format not in ("auto", DeepSpeedFormat.name),
+        "workers, share or an executor": (workers.workers, workers.share, workers.executor)
+        not in ((None, None, None), (1, None, None)),
+    }
+    found = [name for name, asked in refused.items() if asked]
+    if found:
+        raise PlanError(
+            f"cannot convert node by node with {listing(found)}: expected DeepSpeed's rank files, a Zarr target and"
+            " threads only.",
+            hint="Convert from a place that sees the roots of all nodes, or convert the store again.",
+        )
+    dest = open_files(request.dest, request.dest_options)
+    own = open_roots(request.source, request.source_options)
+    nodes = meet(own, dest, node=node, tag=request.tag, timeout=timeout)
+    source = DeepSpeedFormat().open(nodes.files, tag=request.tag, patterns=request.view.patterns)
+    plan_, _, target = request._open_zarr(source, dest)
+    rank, count = node
+    return run_parts(
+        (source, target),
+        plan_,
+        divide(source, target, nodes.holders, rank=rank, world=count),
+        exchange=nodes.exchange,
+        files=nodes.files,
+        workers=workers,
+        settings=settings,
+        wait=False,
+        emit=emit,
     )
 
 

@@ -335,6 +335,12 @@ def _share(
 @click.option(
     "--worker", "share", metavar="I/N", callback=_share, help="Do only part I (from 0) of N."
 )
+@click.option(
+    "--node",
+    metavar="I/N",
+    callback=_share,
+    help="Be node I (from 0) of N, each of which sees only its own rank files; run all at once.",
+)
 @click.option("--memory-limit", metavar="BYTES", help="For tasks in flight, such as 512MB or 2GiB.")
 @click.option(
     "--retries",
@@ -353,6 +359,7 @@ def convert(
     workers: int,
     threads: int | None,
     share: tuple[int, int] | None,
+    node: tuple[int, int] | None,
     memory_limit: str | None,
     retries: int,
     output: Output,
@@ -374,6 +381,7 @@ def convert(
             workers=workers,
             threads=threads,
             share=share,
+            node=node,
             memory_limit=memory_limit,
             retries=retries,
             on_event=progress,
