@@ -1,7 +1,7 @@
 """Ranks of a real DeepSpeed run that save what they hold live: ``python -m tests.parts.live_job REQUEST``.
 
-The request is JSON: ``case``, ``folder``, ``url``, ``options`` (of the storage), and ``kill``: which rank kills
-itself at which event, so that a save is left without it.
+The request is JSON: ``case``, ``folder``, ``url``, ``options`` (of the storage), and ``kill``: which rank (or
+whichever is the first) kills itself after which step, so that a save is left without it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ import ucpstore
 from tests.deepspeed_runs import train
 from tests.deepspeed_runs.cases import Case, find_case
 from tests.deepspeed_runs.truth import record_truth
+from ucpstore.claims import ClaimLog
 from ucpstore.parts.exchange import Exchange
 
 
 def killer(where: str) -> None:
     """Let this process die by SIGKILL when it has done the step of the save that is named."""
-    step: Callable[..., Any] = getattr(Exchange, where)
+    home: type = Exchange if hasattr(Exchange, where) else ClaimLog
+    step: Callable[..., Any] = getattr(home, where)
 
-    def die(self: Exchange, *args: Any, **options: Any) -> Any:
+    def die(self: Any, *args: Any, **options: Any) -> Any:
         step(self, *args, **options)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(Exchange, where, die)
+    setattr(home, where, die)
 
 
 def live_save(case: Case, folder: Path, request: dict[str, Any]) -> None:
@@ -47,7 +49,7 @@ def live_save(case: Case, folder: Path, request: dict[str, Any]) -> None:
         tensors={},
     )
     kill = request.get("kill")
-    if kill is not None and engine.global_rank == kill["rank"]:
+    if kill is not None and kill["rank"] in (None, engine.global_rank):
         killer(kill["after"])
     report = ucpstore.save_rank(
         request["url"],

@@ -96,10 +96,21 @@ def test_straight_to_s3_and_from_there(s3_server: S3Server, tmp_path: Path) -> N
     require_loads(url, tmp_path / "job", Layout(dp=2, zero_stage=3), options)
 
 
-@pytest.mark.parametrize("after", ["agree", "prepare", "stage", "staged", "wait_for_parts"])
-def test_a_killed_rank_leaves_nothing_visible(after: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "after"),
+    [
+        (1, "agree"),
+        (0, "prepare"),
+        (None, "stage"),
+        (1, "staged"),
+        (1, "wait_for_parts"),
+        (1, "publish"),
+        (None, "seal"),
+    ],
+)
+def test_a_killed_rank_leaves_nothing_visible(rank: int | None, after: str, tmp_path: Path) -> None:
     url = tmp_path / "step"
-    kill = {"rank": 1, "after": after}
+    kill = {"rank": rank, "after": after}
     result = run_job("s2-fp32-dp3", tmp_path / "one", url, kill=kill, timeout=3)
     assert result.returncode != 0
     assert not (url / "zarr.json").exists()

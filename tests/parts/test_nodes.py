@@ -67,7 +67,7 @@ def test_the_same_bytes_as_from_one_place(name: str, nodes: int, tmp_path: Path)
 
 
 def test_nodes_read_nothing_but_their_own_roots(tmp_path: Path) -> None:
-    """In processes of their own, of which each has its root alone: the others are moved away meanwhile."""
+    """In processes of their own, each of which is told of its own root alone."""
     run = deepspeed_run("s2-fp32-dp3")
     roots = spread(run, tmp_path, nodes=2)
     context = multiprocessing.get_context("spawn")

@@ -39,7 +39,8 @@ class Held:
     fqn, state : str
         Such as ``fp32``, ``adam_m``, ``adam_v``, ``weight``, ``buffer``, or the optimizer's own name.
     data : numpy.ndarray or torch.Tensor
-        The elements, in C order. They must not change before the save returns.
+        The elements, in C order. They must not change before the save returns. What is not contiguous, or on
+        another device, is copied into memory for as long as the save takes.
     shape : tuple of int
         Of the whole tensor.
     box : Region, optional
