@@ -14,6 +14,7 @@ import ucpstore
 from tests.deepspeed_runs import deepspeed_run
 from tests.formats.deepspeed.test_roots import spread
 from tests.parts.jobs import together
+from tests.schemas import validate
 from tests.servers import S3Server, s3_server  # noqa: F401
 from ucpstore import Layout
 from ucpstore.cli.main import main
@@ -63,6 +64,8 @@ def test_the_same_bytes_as_from_one_place(name: str, nodes: int, tmp_path: Path)
     assert ucpstore.diff(tmp_path / "store", run.path).equal
     assert objects(tmp_path / "store") == objects(tmp_path / "whole")
     assert not list((tmp_path / "store" / ".ucpstore" / "parts").rglob("*-*"))
+    for path in (tmp_path / "store").glob(".ucpstore/index/*.json"):
+        validate(json.loads(path.read_bytes()), "node")
     assert sum(report.tasks_done for report in reports) == reports[0].tasks
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import ucpstore
 from tests.parts.jobs import flat_parts, spread, together
+from tests.schemas import validate
 from tests.servers import S3Server, s3_server  # noqa: F401
 from ucpstore import Held
 from ucpstore.errors import (
@@ -23,6 +25,7 @@ from ucpstore.errors import (
     Kind,
     LayoutError,
     PlanError,
+    StorageError,
     UcpStoreError,
     WorkerError,
 )
@@ -76,6 +79,10 @@ def test_every_way_of_holding(world: int, tmp_path: Path) -> None:
         require_saved(url, expected)
         assert not list(url.glob(".ucpstore/parts/*/*"))
         assert ucpstore.open(url).common == COMMON
+        published = list(url.glob(".ucpstore/index/*.json"))
+        assert len(published) == world
+        for path in published:
+            validate(json.loads(path.read_bytes()), "rank")
         found.append(
             {p.relative_to(url): p.read_bytes() for p in url.rglob("c/**/*") if p.is_file()}
         )
@@ -250,3 +257,40 @@ def test_an_attempt_that_is_overtaken_stops(tmp_path: Path) -> None:
     assert found[0].kind is Kind.ABANDONED
     assert [report.committed for report in found[1:]] == [True, True]
     require_saved(tmp_path / "step", {("w", "fp32"): new})
+
+
+def test_a_rank_that_fails_tells_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.arange(12, dtype=np.float32)
+    staged = Exchange.staged
+
+    def fail(self: Exchange, plan: str) -> None:
+        if self.rank == 1:
+            raise StorageError("the disk is full.", kind=Kind.NO_SPACE)
+        staged(self, plan)
+
+    monkeypatch.setattr(Exchange, "staged", fail)
+    ranks = [[part] for part in flat_parts("w", "fp32", values, 3)]
+    found = save(tmp_path / "step", ranks, timeout=300.0)
+    assert isinstance(found[1], StorageError)
+    for error in (found[0], found[2]):
+        assert isinstance(error, WorkerError)
+        assert "participant 1 of 3 failed: the disk is full." in str(error)
+    monkeypatch.undo()
+    assert all(report.committed for report in save(tmp_path / "step", ranks))
+    require_saved(tmp_path / "step", {("w", "fp32"): values})
+
+
+def test_ranks_that_wait_notice_an_abandon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.arange(12, dtype=np.float32)
+
+    def drop(self: Exchange, plan: str) -> None:
+        if self.rank == 1:
+            ucpstore.abandon(tmp_path / "step")
+
+    monkeypatch.setattr(Exchange, "staged", drop)
+    ranks = [[part] for part in flat_parts("w", "fp32", values, 2)]
+    found = save(tmp_path / "step", ranks, timeout=300.0)
+    assert isinstance(found[0], AlreadyExistsError | WorkerError)
+    assert not (tmp_path / "step" / "zarr.json").exists()

@@ -15,18 +15,29 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import xxhash
 
 from ucpstore.claims import INDEX, PARTS
-from ucpstore.errors import AlreadyExistsError, IntegrityError, Kind, WorkerError, listing
+from ucpstore.errors import (
+    AlreadyExistsError,
+    IntegrityError,
+    Kind,
+    StorageError,
+    UcpStoreError,
+    WorkerError,
+    listing,
+)
 from ucpstore.io.base import Files
 
 __all__ = ["DIGEST_BYTES", "Exchange"]
 
 DIGEST_BYTES = 16
 _PREPARED = "prepared"
+_FAILED = "-failed-"
+_LONGEST_TEXT = 2000
 _FIRST_DELAY = 0.02
 _LONGEST_DELAY = 1.0
 
@@ -118,11 +129,19 @@ class Exchange:
 
         self._wait(look, lambda: ([0], "prepared the destination"))
 
+    def give_up(self, error: UcpStoreError) -> None:
+        """Tell the others that this participant failed, so that they need not wait for it."""
+        with suppress(StorageError):  # what failed may be the destination
+            text = str(error)[:_LONGEST_TEXT].encode("utf-8", "replace")
+            self._files.create(f"{self._agreed}{_FAILED}{self.rank:06d}", text)
+
     def require_current(self) -> None:
-        """Refuse to go on once a participant has begun anew.
+        """Refuse to go on once a participant has failed or begun anew.
 
         Raises
         ------
+        WorkerError
+            A participant failed.
         AlreadyExistsError
             ``ABANDONED``: what was agreed on is no longer what they hold.
         """
@@ -134,6 +153,13 @@ class Exchange:
         ]
         if changed:
             raise self._superseded(changed)
+        for name in now:
+            if name.startswith(f"{self._agreed}{_FAILED}"):
+                text = self._files.read(name).decode("utf-8", "replace")
+                raise WorkerError(
+                    f"{self._files.url}: participant {int(name[-6:])} of {self.world} failed: {text}",
+                    hint="Nothing is visible; begin again with all of them.",
+                )
 
     # ------------------------------------------------------------------- staging
 

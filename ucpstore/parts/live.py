@@ -20,7 +20,7 @@ from ucpstore.dtypes import itemsize
 from ucpstore.engine.plan import Plan, make_plan
 from ucpstore.engine.run import Report, Workers
 from ucpstore.engine.worker import Settings
-from ucpstore.errors import IntegrityError, Kind, LayoutError, PlanError, listing
+from ucpstore.errors import IntegrityError, Kind, LayoutError, PlanError, UcpStoreError, listing
 from ucpstore.events import Listener
 from ucpstore.io.base import Files, FileStat
 from ucpstore.layout.geometry import Block, Blocks, FlatRanges, Geometry
@@ -107,19 +107,23 @@ def save_parts(
     exchange = Exchange(files, rank, world, timeout=timeout)
     documents = exchange.agree(document)
     source, target, plan = _open(files, memory, documents, rank)
-    exchange.prepare(lambda: _supersede(files, target, plan))
     holders = {file_of(other): other for other in range(world)}
-    return run_parts(
-        (source, target),
-        plan,
-        divide(source, target, holders, rank=rank, world=world),
-        exchange=exchange,
-        files=source.shared,
-        workers=workers,
-        settings=settings,
-        wait=wait,
-        emit=emit,
-    )
+    try:
+        exchange.prepare(lambda: _supersede(files, target, plan))
+        return run_parts(
+            (source, target),
+            plan,
+            divide(source, target, holders, rank=rank, world=world),
+            exchange=exchange,
+            files=source.shared,
+            workers=workers,
+            settings=settings,
+            wait=wait,
+            emit=emit,
+        )
+    except UcpStoreError as error:
+        exchange.give_up(error)
+        raise
 
 
 class _LiveSource(PieceSource):

@@ -119,8 +119,17 @@ class ZarrTarget(LoggedTarget):
         return [(*member, inner) for member in array.members[region.offsets[0] : region.stops[0]]]
 
     def committed(self) -> bool:
-        """Whether the plan that was begun is visible."""
-        return self._log.committed()
+        """Whether the plan that was begun is visible.
+
+        Raises
+        ------
+        AlreadyExistsError
+            It is not, and never will be: the destination was abandoned (``ABANDONED``).
+        """
+        if self._log.committed():
+            return True
+        self._log.check()
+        return False
 
     def task_memory(self) -> int:
         """Bytes that one `write` in flight needs: the encoder's buffers, and remotely the object too."""
