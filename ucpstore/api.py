@@ -668,7 +668,7 @@ def save_rank(
 ) -> Report:
     """Save what this rank of a running job holds; all ranks call it, and together write one store.
 
-    The ranks talk through ``url`` alone. Each writes the objects of which it holds most, straight from memory;
+    The ranks talk through ``url`` alone. Each writes objects of which it holds most, straight from memory;
     what it holds of others' objects it stages for them. The checkpoint becomes visible at once, when every object
     is there. After a failure nothing is: the next attempt takes over what the dead one had claimed.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +14,7 @@ from ucpstore.engine.worker import Settings
 from ucpstore.errors import StorageError
 from ucpstore.events import Listener
 from ucpstore.io.base import Files
+from ucpstore.layout.region import Region
 from ucpstore.parts.exchange import Exchange
 from ucpstore.parts.files import Extent, SharedFiles
 from ucpstore.pieces import PieceSource
@@ -58,7 +59,7 @@ class Division:
 def divide(
     source: PieceSource, target: ZarrTarget, holders: Mapping[str, int], *, rank: int, world: int
 ) -> Division:
-    """Divide the objects of ``target``: each is written by whoever holds most of its bytes.
+    """Divide the objects of ``target``: each is written by one of those that hold most of its bytes.
 
     All participants come to the same result, each for itself.
 
@@ -71,24 +72,39 @@ def divide(
     rank, world : int
     """
     found = Division()
-    names = [{name for name, who in holders.items() if who == other} for other in range(world)]
-    for task in range(len(target.tasks())):
+    mine = {name for name, who in holders.items() if who == rank}
+    others = holders.keys() - mine
+    loads = [0] * world
+    for task in target.tasks():
         counts: dict[int, int] = {}
-        needs = target.needs(task)
+        needs = target.needs(task.index)
         for need in needs:
             for name, nbytes in source.held(*need).items():
                 counts[holders[name]] = counts.get(holders[name], 0) + nbytes
-        owner = min(counts, key=lambda who: (-counts[who], who)) if counts else task % world
-
-        def ranges(who: int, needs: Sequence[tuple[str, str, object]] = needs) -> list[Range]:
-            return [found for need in needs for found in source.ranges(*need, names[who])]  # type: ignore[arg-type]
-
+        owner = _owner(counts, loads)
+        loads[owner] += task.nbytes
         if owner == rank:
-            found.mine.append(task)
-            found.incoming.update({(task, who): ranges(who) for who in counts if who != rank})
+            found.mine.append(task.index)
+            staged: dict[tuple[int, int], list[Range]] = {}
+            for one in _ranges(source, needs, others if len(counts) > 1 else ()):
+                staged.setdefault((task.index, holders[one[0]]), []).append(one)
+            found.incoming.update(staged)
         elif rank in counts:
-            found.outgoing[task] = ranges(rank)
+            found.outgoing[task.index] = _ranges(source, needs, mine)
     return found
+
+
+def _owner(counts: Mapping[int, int], loads: Sequence[int]) -> int:
+    """Who writes an object: of those that hold most of it, or at least half as much, the least busy one."""
+    most = max(counts.values(), default=0)
+    able = [who for who, nbytes in counts.items() if 2 * nbytes >= most] or range(len(loads))
+    return min(able, key=lambda who: (loads[who], -counts.get(who, 0), who))
+
+
+def _ranges(
+    source: PieceSource, needs: Sequence[tuple[str, str, Region]], files: Container[str]
+) -> list[Range]:
+    return [found for need in needs for found in source.ranges(*need, files)]
 
 
 def run_parts(
