@@ -5,8 +5,8 @@ others, and then says which set of documents it saw (``.ucpstore/index/DIGEST/RA
 everybody saw the same set. What a dead attempt left cannot be taken for a living participant's: the set that
 it is in is one that nobody living will confirm.
 
-**Staging**: the bytes of one participant that an object of another needs are one object of their own
-(``.ucpstore/parts/PLAN/TASK-RANK``), with their hash at the end; once all of a participant's are durable, it
+**Staging**: the bytes of one participant that a group of another's objects needs are one object of their own
+(``.ucpstore/parts/PLAN/GROUP-RANK``), with their hash at the end; once all of a participant's are durable, it
 says so (``.ucpstore/parts/PLAN/done/RANK``). The commit deletes them.
 """
 
@@ -163,10 +163,10 @@ class Exchange:
 
     # ------------------------------------------------------------------- staging
 
-    def stage(self, plan: str, task: int, nbytes: int, blocks: Iterable[memoryview]) -> None:
-        """Write the bytes that this participant has for the object of ``task``; durable by `staged`."""
+    def stage(self, plan: str, group: int, nbytes: int, blocks: Iterable[memoryview]) -> None:
+        """Write the bytes that this participant has for a group of objects; durable by `staged`."""
         digest = xxhash.xxh3_128()
-        sink = self._files.sink(_part(plan, task, self.rank), nbytes + DIGEST_BYTES)
+        sink = self._files.sink(_part(plan, group, self.rank), nbytes + DIGEST_BYTES)
         try:
             for block in blocks:
                 digest.update(block)
@@ -212,15 +212,15 @@ class Exchange:
 
         return self._wait(look, lambda: (sorted(missing), "staged their parts"))
 
-    def read_part(self, plan: str, task: int, rank: int, nbytes: int) -> bytes:
-        """What ``rank`` staged for the object of ``task``.
+    def read_part(self, plan: str, group: int, rank: int, nbytes: int) -> bytes:
+        """What ``rank`` staged for a group of objects.
 
         Raises
         ------
         IntegrityError
             It is not what was written.
         """
-        name = _part(plan, task, rank)
+        name = _part(plan, group, rank)
         data = self._files.read(name)
         content = memoryview(data)[:nbytes]
         if len(data) != nbytes + DIGEST_BYTES or (
@@ -321,8 +321,8 @@ def _key(plan: str) -> str:
     return plan.partition(":")[2][:32]
 
 
-def _part(plan: str, task: int, rank: int) -> str:
-    return f"{PARTS}/{_key(plan)}/{task:09d}-{rank:06d}"
+def _part(plan: str, group: int, rank: int) -> str:
+    return f"{PARTS}/{_key(plan)}/{group:09d}-{rank:06d}"
 
 
 def _done(plan: str, rank: int) -> str:

@@ -15,7 +15,7 @@ from ucpstore.io.base import Files, FileStat, Sink, folder_prefix
 __all__ = ["Extent", "SharedFiles"]
 
 Fetch = Callable[[int, int], bytes]
-"""Reads what was staged for a task by a participant."""
+"""Reads what was staged for a group of objects by a participant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Extent:
     start, stop : int
         Which of its bytes.
     part : (int, int) or bytes
-        Task and participant whose staged bytes hold them, or the bytes themselves.
+        Group of objects and participant whose staged bytes hold them, or the bytes themselves.
     offset : int
         Where they begin in it.
     """

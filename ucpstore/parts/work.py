@@ -8,8 +8,10 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from ucpstore.contracts import Task
 from ucpstore.engine.plan import Plan
 from ucpstore.engine.run import Report, Workers, fitting_threads, run
+from ucpstore.engine.schedule import batches
 from ucpstore.engine.worker import Settings
 from ucpstore.errors import StorageError
 from ucpstore.events import Listener
@@ -23,6 +25,8 @@ from ucpstore.store.target import ZarrTarget
 __all__ = ["Division", "divide", "run_parts"]
 
 _BLOCK = 4 << 20
+_GROUP = 32 << 20
+"""Bytes of the objects that others stage for together: small tensors are too many for an object each."""
 _MAX_DELAY = 30.0
 
 Range = tuple[str, int, int]
@@ -31,28 +35,31 @@ Range = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What one participant does.
+    """What one participant does. Objects are staged for in groups, named by their first task.
 
     Attributes
     ----------
     mine : list of int
         Tasks whose objects it writes.
+    groups : mapping of int to sequence of int
+        Tasks of each group of its own.
     outgoing : mapping of int to sequence of Range
-        What it stages, by task.
+        What it stages, by others' groups.
     incoming : mapping of (int, int) to sequence of Range
-        What others stage for it, by task and participant.
+        What others stage for it, by group and participant.
     """
 
     mine: list[int] = field(default_factory=list)
+    groups: dict[int, Sequence[int]] = field(default_factory=dict)
     outgoing: dict[int, Sequence[Range]] = field(default_factory=dict)
     incoming: dict[tuple[int, int], Sequence[Range]] = field(default_factory=dict)
 
     @property
     def part_memory(self) -> int:
-        """Largest sum of what is staged for one task, in bytes."""
+        """Largest sum of what is staged for one group, in bytes."""
         sums: dict[int, int] = {}
-        for (task, _), ranges in self.incoming.items():
-            sums[task] = sums.get(task, 0) + _size(ranges)
+        for (group, _), ranges in self.incoming.items():
+            sums[group] = sums.get(group, 0) + _size(ranges)
         return max(sums.values(), default=0)
 
 
@@ -71,26 +78,36 @@ def divide(
         Which participant holds a file.
     rank, world : int
     """
-    found = Division()
-    mine = {name for name, who in holders.items() if who == rank}
-    others = holders.keys() - mine
+    owned: list[list[Task]] = [[] for _ in range(world)]
     loads = [0] * world
+    shared = set()
     for task in target.tasks():
         counts: dict[int, int] = {}
-        needs = target.needs(task.index)
-        for need in needs:
+        for need in target.needs(task.index):
             for name, nbytes in source.held(*need).items():
                 counts[holders[name]] = counts.get(holders[name], 0) + nbytes
         owner = _owner(counts, loads)
         loads[owner] += task.nbytes
-        if owner == rank:
-            found.mine.append(task.index)
+        owned[owner].append(task)
+        if rank in counts and len(counts) > 1:
+            shared.add(task.index)
+    found = Division(mine=[task.index for task in owned[rank]])
+    mine = {name for name, who in holders.items() if who == rank}
+    for owner, tasks in enumerate(owned):
+        # In the order of the run, so that what was read for one object serves the next.
+        ordered = sorted(tasks, key=lambda task: (-task.nbytes, task.index))
+        for group in batches(ordered, _GROUP):
+            first = group[0].index
+            needs = [n for task in group if task.index in shared for n in target.needs(task.index)]
+            if owner != rank:
+                if ranges := _ranges(source, needs, mine):
+                    found.outgoing[first] = ranges
+                continue
+            found.groups[first] = [task.index for task in group]
             staged: dict[tuple[int, int], list[Range]] = {}
-            for one in _ranges(source, needs, others if len(counts) > 1 else ()):
-                staged.setdefault((task.index, holders[one[0]]), []).append(one)
+            for one in _ranges(source, needs, holders.keys() - mine):
+                staged.setdefault((first, holders[one[0]]), []).append(one)
             found.incoming.update(staged)
-        elif rank in counts:
-            found.outgoing[task.index] = _ranges(source, needs, mine)
     return found
 
 
@@ -147,16 +164,17 @@ def run_parts(
     owned: Sequence[int] = division.mine
     if target.begin(plan.digest):
         known = target.records()
-        todo = [task for task in owned if task not in known]
+        todo = {task for task in owned if task not in known}
         if len(known) < len(target.tasks()) and not exchange.has_staged(plan.digest):
             _stage(
                 files, target, plan, division, exchange=exchange, threads=threads, settings=settings
             )
-        incoming = {key: ranges for key, ranges in division.incoming.items() if key[0] in todo}
+        needed = {group for group, tasks in division.groups.items() if todo & set(tasks)}
+        incoming = {key: ranges for key, ranges in division.incoming.items() if key[0] in needed}
         files.attach(
             [extent for key, ranges in incoming.items() for extent in _extents(key, ranges)],
-            fetch=lambda task, who: exchange.read_part(
-                plan.digest, task, who, _size(incoming[task, who])
+            fetch=lambda group, who: exchange.read_part(
+                plan.digest, group, who, _size(incoming[group, who])
             ),
             memory=threads * division.part_memory,
         )
@@ -189,10 +207,10 @@ def _stage(
 ) -> None:
     """Write what this participant holds of others' objects."""
 
-    def stage(task: int) -> None:
-        ranges = division.outgoing[task]
+    def stage(group: int) -> None:
+        ranges = division.outgoing[group]
         _retrying(
-            lambda: exchange.stage(plan.digest, task, _size(ranges), _blocks(files, ranges)),
+            lambda: exchange.stage(plan.digest, group, _size(ranges), _blocks(files, ranges)),
             settings,
         )
 
