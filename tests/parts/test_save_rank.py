@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -30,6 +32,7 @@ from ucpstore.errors import (
     WorkerError,
 )
 from ucpstore.layout.region import Region
+from ucpstore.parts import work
 from ucpstore.parts.exchange import Exchange
 
 Tensors = dict[tuple[str, str], np.ndarray[Any, Any]]
@@ -90,8 +93,8 @@ def test_every_way_of_holding(world: int, tmp_path: Path) -> None:
 
 
 @settings(max_examples=20)
-@given(st.integers(1, 5), st.integers(0, 2**32), st.data())
-def test_any_tensors_on_any_ranks(world: int, seed: int, data: st.DataObject) -> None:
+@given(st.integers(1, 5), st.integers(0, 2**32), st.sampled_from((1, 3000, 1 << 25)), st.data())
+def test_any_tensors_on_any_ranks(world: int, seed: int, group: int, data: st.DataObject) -> None:
     shapes = data.draw(st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=4))
     random = np.random.default_rng(seed)
     expected = {
@@ -99,7 +102,8 @@ def test_any_tensors_on_any_ranks(world: int, seed: int, data: st.DataObject) ->
         for i, shape in enumerate(shapes)
     }
     url = f"memory://{uuid.uuid4().hex}/step"
-    reports = save(url, spread(expected, world, seed), common=None)
+    with patch.object(work, "_GROUP", group):
+        reports = save(url, spread(expected, world, seed), common=None)
     assert all(report.committed for report in reports), reports
     require_saved(url, expected)
 
@@ -167,6 +171,35 @@ def test_on_s3(s3_server: S3Server) -> None:  # noqa: F811
     reports = save(url, spread(expected, 3, 5), storage_options=s3_server.options)
     assert all(report.committed for report in reports), reports
     require_saved(url, expected, s3_server.options)
+
+
+def test_requests(s3_server: S3Server) -> None:  # noqa: F811
+    """Own objects are one PUT each and never read; what is staged is one PUT and one GET."""
+    url = f"{s3_server.new_bucket()}/step"
+    random = np.random.default_rng(1)
+    values = {f"p{i}": random.standard_normal((64, 64), np.float32) for i in range(6)}
+    ranks = [
+        [Held(name, "fp32", values[name], (64, 64)) for name in list(values)[rank::2]]
+        for rank in range(2)
+    ]
+    both = flat_parts("both", "fp32", random.standard_normal((64, 64), np.float32), 2)
+    for rank, part in zip(ranks, both, strict=True):
+        rank.append(part)
+    s3_server.forget_requests()
+    reports = save(url, ranks, storage_options=s3_server.options)
+    assert all(report.committed for report in reports), reports
+
+    def count(method: str, folder: str) -> int:
+        return sum(
+            folder in request.path and "?" not in request.path and "zarr.json" not in request.path
+            for request in s3_server.requests(method)
+        )
+
+    assert count("PUT", "/params/") == 7
+    assert count("GET", "/params/") == 0
+    staged = re.compile(r"/parts/\w+/\d+-\d+")
+    found = [request.method for request in s3_server.requests() if staged.search(request.path)]
+    assert found == ["PUT", "GET", "DELETE"]
 
 
 def words(found: list[Any], kind: type[UcpStoreError]) -> str:
