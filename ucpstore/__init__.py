@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         load,
         open,  # noqa: A004
         plan,
+        save_rank,
         verify,
     )
     from ucpstore.checkpoint import Checkpoint, LazyTensor, Parameter
@@ -33,12 +34,15 @@ if TYPE_CHECKING:
     from ucpstore.layout.parallel import Layout
     from ucpstore.layout.rules import Patterns
     from ucpstore.mapping import Mapping
+    from ucpstore.parts.deepspeed import deepspeed_parts
+    from ucpstore.parts.held import Held
     from ucpstore.rankstate import LocalTensor, RankState, Transfer
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Checkpoint": "ucpstore.checkpoint",
+    "Held": "ucpstore.parts.held",
     "Layout": "ucpstore.layout.parallel",
     "LazyTensor": "ucpstore.checkpoint",
     "Mapping": "ucpstore.mapping",
@@ -52,17 +56,20 @@ _HOME = {
     "abandon": "ucpstore.api",
     "check_patterns": "ucpstore.api",
     "convert": "ucpstore.api",
+    "deepspeed_parts": "ucpstore.parts.deepspeed",
     "diff": "ucpstore.api",
     "explain_patterns": "ucpstore.api",
     "infer_patterns": "ucpstore.api",
     "load": "ucpstore.api",
     "open": "ucpstore.api",
     "plan": "ucpstore.api",
+    "save_rank": "ucpstore.api",
     "verify": "ucpstore.api",
 }
 
 __all__ = [
     "Checkpoint",
+    "Held",
     "Layout",
     "LazyTensor",
     "LocalTensor",
@@ -78,12 +85,14 @@ __all__ = [
     "abandon",
     "check_patterns",
     "convert",
+    "deepspeed_parts",
     "diff",
     "explain_patterns",
     "infer_patterns",
     "load",
     "open",
     "plan",
+    "save_rank",
     "verify",
 ]
 

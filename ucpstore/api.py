@@ -22,10 +22,12 @@ from ucpstore.errors import (
     NotFoundError,
     PlanError,
     UnrecognizedSourceError,
+    listing,
 )
 from ucpstore.events import Listener
-from ucpstore.io import open_files
+from ucpstore.io import Url, open_files, open_roots, root_urls
 from ucpstore.io.base import Files
+from ucpstore.io.union import UnionFiles
 from ucpstore.io.urls import parse_url
 from ucpstore.layout.parallel import Layout
 from ucpstore.layout.rules import Patterns
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from ucpstore.inspect.infer import Explanation, Inference, PatternCheck
     from ucpstore.inspect.verify import Verification
     from ucpstore.mapping import Mapping as NameMapping
+    from ucpstore.parts.held import Held
     from ucpstore.rankstate import Into, RankState
     from ucpstore.store.target import ZarrTarget
 
@@ -50,13 +53,15 @@ __all__ = [
     "load",
     "open",
     "plan",
+    "save_rank",
     "verify",
 ]
 
 DEFAULT_MEMORY_LIMIT = 2 << 30
 """Bytes that tasks in flight may need together, where the caller gives no limit."""
 
-Url = str | os.PathLike[str]
+Urls = Url | Sequence[Url]
+"""One root, or several among which the files of one checkpoint are spread."""
 Rules = Patterns | str | os.PathLike[str]
 """Patterns, the path of a TOML or JSON file, or the name of a preset."""
 
@@ -68,7 +73,7 @@ def formats() -> dict[str, Format]:
 
 
 def open(  # noqa: A001
-    url: Url,
+    url: Urls,
     *,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
@@ -80,8 +85,10 @@ def open(  # noqa: A001
 
     Parameters
     ----------
-    url : str or path
-        Folder or prefix: a path, ``s3://``, ``gs://`` or ``memory://``.
+    url : str or path, or several
+        Folder or prefix: a path, ``s3://``, ``gs://`` or ``memory://``. Several are the roots that the nodes
+        of a run wrote to: together they hold one checkpoint, and a file that lies in more than one must be
+        the same there.
     format : str
         ``auto`` detects; ``ucpstore`` is our own store; else the name of an installed format.
     tag : str, optional
@@ -114,7 +121,7 @@ def open(  # noqa: A001
     >>> checkpoint = ucpstore.open("run/checkpoints")                    # doctest: +SKIP
     >>> checkpoint["model.norm.weight"].fp32[:4]                         # doctest: +SKIP
     """
-    files = open_files(os.fspath(url), storage_options)
+    files = open_roots(url, storage_options)
     view = _View(Patterns.of(patterns), _checked(mapping))
     return Checkpoint(_open_source(files, format, tag, view))
 
@@ -169,6 +176,8 @@ def _format_of(files: Files, name: str) -> Format:
 
     own = StoreFormat()
     known: dict[str, Format] = {own.name: own, **formats()}
+    if isinstance(files, UnionFiles):
+        del known[own.name]  # a store is what lies under its root document
     if name != "auto":
         if name not in known:
             raise NotFoundError(
@@ -200,7 +209,7 @@ def _format_of(files: Files, name: str) -> Format:
 class _Request:
     """Everything that decides a conversion, checked, so that a worker process can open it again."""
 
-    source: str
+    source: tuple[str, ...]
     dest: str
     layout: Layout | None
     format: str
@@ -215,7 +224,7 @@ class _Request:
     @classmethod
     def of(
         cls,
-        source: Url,
+        source: Urls,
         dest: Url,
         *,
         to: str,
@@ -239,7 +248,7 @@ class _Request:
             )
         return cls(
             # In full: a worker process may have another working directory.
-            source=parse_url(source).url,
+            source=root_urls(source),
             dest=parse_url(dest).url,
             layout=layout,
             format=format,
@@ -257,7 +266,7 @@ class _Request:
 
         With ``ranks`` the plan of a native target lists which rank will hold which parts.
         """
-        files = open_files(self.source, self.source_options)
+        files = open_roots(self.source, self.source_options)
         source = _open_source(files, self.format, self.tag, self.view)
         files = open_files(self.dest, self.dest_options)
         _refuse_inside(source, files)
@@ -274,7 +283,7 @@ class _Request:
         target = DeepSpeedTarget(files, source, layout, rules)
         warnings = [*target.warnings]
         changed = self.view.mapping is not None or self.view.unfreeze
-        if not changed and same_layout(source, layout, rules):
+        if not changed and len(self.source) == 1 and same_layout(source, layout, rules):
             warnings.append(_SAME_LAYOUT)
         plan = make_plan(
             source,
@@ -328,7 +337,7 @@ def _open_job(request: _Request) -> tuple[str, Source, ZarrTarget | DeepSpeedTar
 
 
 def plan(
-    source: Url,
+    source: Urls,
     dest: Url,
     *,
     to: str = "zarr",
@@ -407,7 +416,7 @@ def _names(option: str, names: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def convert(
-    source: Url,
+    source: Urls,
     dest: Url,
     *,
     to: str = "zarr",
@@ -424,6 +433,8 @@ def convert(
     workers: int | None = None,
     threads: int | None = None,
     share: tuple[int, int] | None = None,
+    node: tuple[int, int] | None = None,
+    timeout: float = 1800.0,
     memory_limit: float | str | None = None,
     retries: int = 4,
     source_options: Mapping[str, Any] | None = None,
@@ -438,8 +449,9 @@ def convert(
 
     Parameters
     ----------
-    source, dest : str or path
-        URLs, as for `open`.
+    source : str or path, or several
+        URL or the roots of a run's nodes, as for `open`.
+    dest : str or path
     to : str
         ``zarr``: our own store. ``deepspeed``: a native checkpoint that unmodified DeepSpeed loads.
         Either way ``dest`` holds one checkpoint: those of a run are neither added to nor replaced.
@@ -470,6 +482,12 @@ def convert(
     share : (int, int), optional
         Do only part ``index`` of ``count``; other processes do the rest, and whoever finds everything
         done commits.
+    node : (int, int), optional
+        The rank files lie on the disks of the nodes that wrote them: this process is node ``index`` of ``count``,
+        and ``source`` is what it sees of them. All nodes run at once; what they need of each other's files
+        goes through ``dest``.
+    timeout : float, seconds
+        With ``node``: how long to wait for other nodes at any one step.
     memory_limit : number or str, optional, bytes
         What tasks in flight may need together, such as ``"512MB"``; 2 GiB by default.
     retries : int
@@ -517,6 +535,11 @@ def convert(
         source_options=source_options,
         dest_options=dest_options,
     )
+    settings = Settings(threads=1, retries=retries)
+    if node is not None:
+        return _convert_node(
+            request, node, timeout=timeout, workers=chosen, settings=settings, emit=on_event
+        )
     found, opened, target = request.open()
     if _SAME_LAYOUT in found.warnings:
         return nothing_to_do(opened, found)
@@ -525,13 +548,60 @@ def convert(
         found,
         workers=chosen,
         opener=partial(_open_job, request),
-        settings=Settings(threads=1, retries=retries),
+        settings=settings,
         emit=on_event,
     )
 
 
+def _convert_node(
+    request: _Request,
+    node: tuple[int, int],
+    *,
+    timeout: float,
+    workers: Workers,
+    settings: Settings,
+    emit: Listener | None,
+) -> Report:
+    """Convert what this node sees, together with the other nodes."""
+    from ucpstore.formats.deepspeed.reader import DeepSpeedFormat
+    from ucpstore.parts.nodes import meet
+    from ucpstore.parts.work import divide, run_parts
+
+    refused = {
+        "to='deepspeed'": request.layout is not None,
+        "a mapping": request.view.mapping is not None,
+        f"format={request.format!r}": request.format not in ("auto", DeepSpeedFormat.name),
+        "workers, share or an executor": (workers.workers, workers.share, workers.executor)
+        not in ((None, None, None), (1, None, None)),
+    }
+    found = [name for name, asked in refused.items() if asked]
+    if found:
+        raise PlanError(
+            f"cannot convert node by node with {listing(found)}: expected DeepSpeed's rank files, a Zarr target and"
+            " threads only.",
+            hint="Convert from a place that sees the roots of all nodes, or convert the store again.",
+        )
+    dest = open_files(request.dest, request.dest_options)
+    own = open_roots(request.source, request.source_options)
+    nodes = meet(own, dest, node=node, tag=request.tag, timeout=timeout)
+    source = DeepSpeedFormat().open(nodes.files, tag=request.tag, patterns=request.view.patterns)
+    plan_, _, target = request._open_zarr(source, dest)
+    rank, count = node
+    return run_parts(
+        (source, target),
+        plan_,
+        divide(source, target, nodes.holders, rank=rank, world=count),
+        exchange=nodes.exchange,
+        files=nodes.files,
+        workers=workers,
+        settings=settings,
+        wait=False,
+        emit=emit,
+    )
+
+
 def load(
-    url: Url,
+    url: Urls,
     layout: Layout,
     rank: int,
     *,
@@ -594,7 +664,7 @@ def load(
     from ucpstore.rankstate import RankState
 
     view = _view(patterns, mapping, unfreeze)
-    source = _open_source(open_files(os.fspath(url), storage_options), format, tag, view)
+    source = _open_source(open_roots(url, storage_options), format, tag, view)
     recipe = make_recipe(source, layout, view.patterns)
     state = RankState(
         source,
@@ -607,6 +677,99 @@ def load(
         limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else parse_bytes(memory_limit)
         state.load(into, memory_limit=limit, compare=compare)
     return state
+
+
+def save_rank(
+    url: Url,
+    parts: Sequence[Held],
+    *,
+    rank: int,
+    world: int,
+    common: Mapping[str, Any] | None = None,
+    parallelism: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, Sequence[str]] | None = None,
+    order: Sequence[str] | None = None,
+    threads: int | None = None,
+    memory_limit: float | str | None = None,
+    retries: int = 4,
+    timeout: float = 1800.0,
+    wait: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    on_event: Listener | None = None,
+) -> Report:
+    """Save what this rank of a running job holds; all ranks call it, and together write one store.
+
+    The ranks talk through ``url`` alone. Each writes objects of which it holds most, straight from memory;
+    what it holds of others' objects it stages for them. The checkpoint becomes visible at once, when every object
+    is there. After a failure nothing is: the next attempt takes over what the dead one had claimed.
+
+    Parameters
+    ----------
+    url : str or path
+        Where nothing is yet; every save of a run has a folder of its own.
+    parts : sequence of Held
+        What this rank holds. Every element of every state must be held by somebody. Replicas may be given by
+        all that hold them: they are compared, and their writing is divided.
+    rank, world : int
+        Which of how many callers this is.
+    common : mapping, optional
+        The common state, JSON values (`ucpstore.contracts.CommonState`): ``param_groups``, ``steps``,
+        ``counters``, ... From one rank, or the same from several.
+    parallelism : mapping, optional
+        Facts about the layout that runs: ``{"dp": 4, "zero_stage": 1}``. As ``common``.
+    aliases : mapping of str to sequence of str, optional
+        Other names of tied parameters. As ``common``.
+    order : sequence of str, optional
+        Names in the model's order; by default they are in the order of the ranks' parts. As ``common``.
+    threads, memory_limit, retries, storage_options, on_event
+        As for `convert`.
+    timeout : float, seconds
+        How long to wait for other ranks at any one step.
+    wait : bool
+        Return when the checkpoint is visible, not when this rank's part is written.
+
+    Returns
+    -------
+    Report
+        ``committed`` is False only without ``wait``.
+
+    Raises
+    ------
+    AlreadyExistsError
+        ``url`` holds, or is claimed for, something else; or another attempt has begun (``ABANDONED``).
+    LayoutError
+        The parts leave gaps, overlap, or do not fit together; nothing was written.
+    IntegrityError
+        Replicas differ (``REPLICAS_DIFFER``), or a staged part was damaged.
+    WorkerError
+        Another rank did not come within the timeout.
+    StorageError
+
+    Examples
+    --------
+    >>> mine = [Held("w", "fp32", flat[:500], (20, 50), start=500 * rank)]      # doctest: +SKIP
+    >>> ucpstore.save_rank("s3://b/run/step-100", mine, rank=rank, world=2)      # doctest: +SKIP
+    """
+    from ucpstore.parts.live import save_parts
+
+    limit = DEFAULT_MEMORY_LIMIT if memory_limit is None else parse_bytes(memory_limit)
+    return save_parts(
+        open_files(url, storage_options),
+        parts,
+        rank=rank,
+        world=world,
+        facts={
+            "common": common,
+            "parallelism": parallelism,
+            "aliases": aliases,
+            "order": None if order is None else list(order),
+        },
+        workers=Workers(threads=threads, memory_limit=limit),
+        settings=Settings(threads=1, retries=retries),
+        timeout=timeout,
+        wait=wait,
+        emit=on_event,
+    )
 
 
 def abandon(dest: Url, *, storage_options: Mapping[str, Any] | None = None) -> str | None:
@@ -629,9 +792,9 @@ def abandon(dest: Url, *, storage_options: Mapping[str, Any] | None = None) -> s
 
 
 def verify(
-    url: Url,
+    url: Urls,
     *,
-    against: Url | None = None,
+    against: Urls | None = None,
     patterns: Rules | None = None,
     mapping: NameMapping | None = None,
     format: str = "auto",  # noqa: A002
@@ -665,8 +828,8 @@ def verify(
 
 
 def diff(
-    left: Url,
-    right: Url,
+    left: Urls,
+    right: Urls,
     *,
     patterns: Rules | None = None,
     mapping: NameMapping | None = None,
@@ -693,14 +856,14 @@ def diff(
 
 
 def _open_ranks(
-    url: Url,
+    url: Urls,
     patterns: Rules | None,
     format_: str,
     tag: str | None,
     storage_options: Mapping[str, Any] | None,
 ) -> tuple[list[Source], Patterns]:
     """What every tensor-parallel rank holds, and the rules in force: the given ones, then the checkpoint's."""
-    files = open_files(os.fspath(url), storage_options)
+    files = open_roots(url, storage_options)
     opener = partial(
         _format_of(files, format_).open, files, tag=tag, patterns=Patterns.of(patterns)
     )
@@ -712,7 +875,7 @@ def _open_ranks(
 
 
 def infer_patterns(
-    url: Url,
+    url: Urls,
     *,
     patterns: Rules | None = None,
     format: str = "auto",  # noqa: A002
@@ -743,7 +906,7 @@ def infer_patterns(
 
 
 def explain_patterns(
-    url: Url,
+    url: Urls,
     names: Sequence[str] = (),
     *,
     patterns: Rules | None = None,
@@ -778,7 +941,7 @@ def explain_patterns(
 
 
 def check_patterns(
-    url: Url,
+    url: Urls,
     patterns: Rules | None = None,
     *,
     format: str = "auto",  # noqa: A002

@@ -58,6 +58,8 @@ __all__ = [
     "CLAIMS",
     "COMMIT",
     "DONE",
+    "INDEX",
+    "PARTS",
     "STAGING",
     "VERSION",
     "Claim",
@@ -79,6 +81,10 @@ CLAIMS = ".ucpstore/claims"
 DONE = ".ucpstore/done"
 COMMIT = ".ucpstore/commit.json"
 """Of targets in a framework's own format: which plan is committed there."""
+PARTS = ".ucpstore/parts"
+"""Bytes that participants stage for each other (`ucpstore.parts`); a folder per plan."""
+INDEX = ".ucpstore/index"
+"""What such participants hold, and which of it they agreed on."""
 STAGING = ".ucpstore/files"
 """Where such targets keep their files out of sight; a folder per plan."""
 

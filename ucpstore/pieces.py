@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ from ucpstore.layout.coverage import require_covered
 from ucpstore.layout.geometry import Geometry, Piece
 from ucpstore.layout.region import Region
 
-__all__ = ["Bound", "Buffer", "PieceSource"]
+__all__ = ["Bound", "Buffer", "PieceSource", "joined"]
 
 _LOCAL_GAP = 4 << 10
 _REMOTE_GAP = 1 << 20
@@ -266,6 +266,35 @@ class PieceSource:
             total += values.astype(np.float32)
         out[...] = total / np.float32(len(copies))
 
+    def held(self, fqn: str, state: str, region: Region) -> dict[str, int]:
+        """Bytes of a region, replicas included, by the file that holds them."""
+        bound = self.bound(fqn, state)
+        found: dict[str, int] = {}
+        for piece in _all_pieces(bound.geometry, region):
+            name = self._table[bound.buffers[piece.slot].file].name
+            found[name] = found.get(name, 0) + piece.region.volume * itemsize(bound.dtype)
+        return found
+
+    def ranges(
+        self, fqn: str, state: str, region: Region, files: Container[str]
+    ) -> list[tuple[str, int, int]]:
+        """Byte ranges (file, start, stop) of some files that reading a region, or a part of it, touches.
+
+        Replicas are included. Sorted, disjoint, and joined like reads: whatever `read` reads at once lies in
+        one of them.
+        """
+        bound = self.bound(fqn, state)
+        size = itemsize(bound.dtype)
+        runs = []
+        for piece in _all_pieces(bound.geometry, region):
+            buffer = bound.buffers[piece.slot]
+            name = self._table[buffer.file].name
+            if name in files:
+                start = buffer.offset + piece.offset * size
+                for offset, count in _stored_runs(piece):
+                    runs.append((name, start + offset * size, start + (offset + count) * size))
+        return joined(runs, self._gap)
+
     def cuts(self, fqn: str, state: str) -> tuple[tuple[int, ...], ...]:
         return self.bound(fqn, state).geometry.cuts()
 
@@ -295,6 +324,10 @@ class PieceSource:
     def joint_digests(self) -> Mapping[tuple[tuple[str, str], ...], str]:
         return {}
 
+    @property
+    def _gap(self) -> int:
+        return _LOCAL_GAP if self.is_local else _REMOTE_GAP
+
     def _fill(self, bound: Bound, piece: Piece, view: Arrays) -> None:
         """Scatter the bytes of one piece into ``view``."""
         size = view.itemsize
@@ -308,8 +341,8 @@ class PieceSource:
                 kind=Kind.TRUNCATED,
             )
         start = buffer.offset + piece.offset * size
-        limits = (_LOCAL_GAP, sys.maxsize) if self.is_local else (_REMOTE_GAP, _REMOTE_SPAN)
-        for offset, parts in _merged(_runs(view, piece.strides), *limits):
+        span = sys.maxsize if self.is_local else _REMOTE_SPAN
+        for offset, parts in _merged(_runs(view, piece.strides), self._gap, span):
             self._files.read_into(name, start + offset, parts)
         if bound.big_endian and size > 1:
             view[...] = view.byteswap()
@@ -336,6 +369,34 @@ class PieceSource:
                     kind=Kind.SOURCE_CHANGED,
                     file=file.name,
                 )
+
+
+def joined(runs: Iterable[tuple[str, int, int]], gap: int) -> list[tuple[str, int, int]]:
+    """Byte ranges (file, start, stop), sorted; those of a file with at most ``gap`` bytes between are one."""
+    found: list[tuple[str, int, int]] = []
+    for name, start, stop in sorted(runs):
+        if found and found[-1][0] == name and start - found[-1][2] <= gap:
+            found[-1] = (name, found[-1][1], max(stop, found[-1][2]))
+        else:
+            found.append((name, start, stop))
+    return found
+
+
+def _all_pieces(geometry: Geometry, region: Region) -> Iterator[Piece]:
+    if region.volume:
+        for copy in range(geometry.copies):
+            yield from geometry.query(region, copy=copy)
+
+
+def _stored_runs(piece: Piece) -> Iterator[tuple[int, int]]:
+    """Contiguous runs of a piece in its buffer: (elements from its first, number of elements)."""
+    sizes, count = piece.region.sizes, 1
+    split = len(sizes)
+    while split and (sizes[split - 1] == 1 or piece.strides[split - 1] == count):
+        split -= 1
+        count *= sizes[split]
+    for index in np.ndindex(sizes[:split]):
+        yield sum(i * s for i, s in zip(index, piece.strides, strict=False)), count
 
 
 def _by_how_much(first: Arrays, other: Arrays) -> str:

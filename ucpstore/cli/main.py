@@ -54,6 +54,13 @@ def main() -> None:
 main.add_command(patterns_commands)
 
 _tag = click.option("--tag", help="Checkpoint tag; by default the one that 'latest' names.")
+_roots = click.option(
+    "--source",
+    "roots",
+    multiple=True,
+    metavar="URL",
+    help="A further root: the rank files that another node wrote. May be repeated.",
+)
 _patterns = click.option(
     "--patterns",
     metavar="FILE|PRESET",
@@ -105,6 +112,7 @@ def _selection(command: Any) -> Any:
         click.option("--state", "states", multiple=True, metavar="NAME", help="Only these states."),
         _patterns,
         _tag,
+        _roots,
         click.option(
             "--format", "format_", default="auto", show_default=True, help="Format of SOURCE."
         ),
@@ -116,10 +124,16 @@ def _selection(command: Any) -> Any:
 
 
 def _open(
-    url: str, output: Output, *, format_: str, mappings: Sequence[str], **which: Any
+    url: str,
+    output: Output,
+    *,
+    roots: Sequence[str],
+    format_: str,
+    mappings: Sequence[str],
+    **which: Any,
 ) -> Checkpoint:
     checkpoint = api.open(
-        url,
+        [url, *roots],
         format=format_,
         mapping=read_mapping(mappings),
         storage_options=output.storage_options,
@@ -140,15 +154,22 @@ _mapping = mapping_option("URL")
 @click.argument("url")
 @_format
 @_tag
+@_roots
 @_patterns
 @_mapping
 @options
 def inspect(
-    url: str, *, format_: str, mappings: Sequence[str], output: Output, **which: Any
+    url: str,
+    *,
+    roots: Sequence[str],
+    format_: str,
+    mappings: Sequence[str],
+    output: Output,
+    **which: Any,
 ) -> None:
     """Say what is at URL: format, layout, states, common state. Reads no tensor bytes."""
     checkpoint = api.open(
-        url,
+        [url, *roots],
         format=format_,
         mapping=read_mapping(mappings),
         storage_options=output.storage_options,
@@ -185,6 +206,7 @@ def inspect(
 @click.option("--state", metavar="NAME", help="Only this state.")
 @_format
 @_tag
+@_roots
 @_patterns
 @_mapping
 @options
@@ -252,6 +274,7 @@ def ls(
 )
 @_format
 @_tag
+@_roots
 @_patterns
 @_mapping
 @options
@@ -265,7 +288,9 @@ def tree(url: str, *, max_nodes: int, format_: str, output: Output, **which: Any
         output.data(text)
 
 
-def _plan_and_report(source: str, dest: str, output: Output, request: dict[str, Any]) -> None:
+def _plan_and_report(
+    source: Sequence[str], dest: str, output: Output, request: dict[str, Any]
+) -> None:
     plan = api.plan(source, dest, **request)
     if output.as_json:
         output.json(plan.to_json())
@@ -278,9 +303,10 @@ def _plan_and_report(source: str, dest: str, output: Output, request: dict[str, 
 @click.argument("dest")
 @_selection
 @options
-def plan(source: str, dest: str, *, output: Output, **request: Any) -> None:
+def plan(source: str, dest: str, *, roots: Sequence[str], output: Output, **request: Any) -> None:
     """Say what converting SOURCE to DEST would read and write. Writes nothing."""
-    _plan_and_report(source, dest, output, _request(source, dest, output, request))
+    arguments = _request(source, dest, output, request)
+    _plan_and_report([source, *roots], dest, output, arguments)
 
 
 def _request(source: str, dest: str, output: Output, request: dict[str, Any]) -> dict[str, Any]:
@@ -339,6 +365,12 @@ def _share(
 @click.option(
     "--worker", "share", metavar="I/N", callback=_share, help="Do only part I (from 0) of N."
 )
+@click.option(
+    "--node",
+    metavar="I/N",
+    callback=_share,
+    help="Be node I (from 0) of N, each of which sees only its own rank files; run all at once.",
+)
 @click.option("--memory-limit", metavar="BYTES", help="For tasks in flight, such as 512MB or 2GiB.")
 @click.option(
     "--retries",
@@ -352,10 +384,12 @@ def convert(
     source: str,
     dest: str,
     *,
+    roots: Sequence[str],
     dry_run: bool,
     workers: int,
     threads: int | None,
     share: tuple[int, int] | None,
+    node: tuple[int, int] | None,
     memory_limit: str | None,
     retries: int,
     output: Output,
@@ -367,16 +401,17 @@ def convert(
     """
     arguments = _request(source, dest, output, request)
     if dry_run:
-        _plan_and_report(source, dest, output, arguments)
+        _plan_and_report([source, *roots], dest, output, arguments)
         return
     with Progress(output) as progress:
         report = api.convert(
-            source,
+            [source, *roots],
             dest,
             **arguments,
             workers=workers,
             threads=threads,
             share=share,
+            node=node,
             memory_limit=memory_limit,
             retries=retries,
             on_event=progress,
@@ -405,10 +440,12 @@ def convert(
 @_unfreeze
 @_format
 @_tag
+@_roots
 @options
 def load(
     url: str,
     *,
+    roots: Sequence[str],
     layout: str,
     rank: int,
     memory_limit: str | None,
@@ -422,7 +459,7 @@ def load(
 ) -> None:
     """Read what one rank would hold of URL in another layout, drop it, and say what that took."""
     state = api.load(
-        url,
+        [url, *roots],
         Layout.parse(layout),
         rank,
         patterns=patterns,
@@ -464,6 +501,7 @@ def load(
 @click.option(
     "--against", metavar="URL", help="Also compare with this checkpoint, element by element."
 )
+@_roots
 @_patterns
 @mapping_option("the other checkpoint")
 @side_option("against")
@@ -471,6 +509,7 @@ def load(
 def verify(
     url: str,
     *,
+    roots: Sequence[str],
     against: str | None,
     against_options: dict[str, Any],
     patterns: str | None,
@@ -483,7 +522,7 @@ def verify(
     """
     own, others = output.options_of((url, {}), (against, against_options))
     result = api.verify(
-        url,
+        [url, *roots],
         against=against,
         patterns=patterns,
         mapping=read_mapping(mappings),

@@ -26,7 +26,7 @@ from ucpstore.engine.worker import Job, Opener, Settings, run_batch, run_remote_
 from ucpstore.errors import IntegrityError, Kind, PlanError, UcpStoreError, WorkerError, listing
 from ucpstore.events import Committed, Listener, Published, Resumed, Started, TaskDone
 
-__all__ = ["Report", "Workers", "nothing_to_do", "run"]
+__all__ = ["Report", "Workers", "fitting_threads", "nothing_to_do", "run"]
 
 REPORT_VERSION = "1.0"
 _BATCHES_PER_WORKER = 4
@@ -157,6 +157,7 @@ def run(
     opener: Opener,
     settings: Settings | None = None,
     emit: Listener | None = None,
+    owned: Sequence[int] | None = None,
 ) -> Report:
     """Carry out ``plan``; the same call again after a crash finishes it.
 
@@ -171,6 +172,8 @@ def run(
         Retries and publishing; ``threads`` is decided here.
     emit : callable, optional
         Receives every event.
+    owned : sequence of int, optional
+        Do only these tasks, instead of a share by bytes; other processes do the rest.
 
     Raises
     ------
@@ -187,7 +190,7 @@ def run(
     source, target = job
     started = time.monotonic()
     notify = emit or (lambda event: None)
-    threads = _threads(plan, workers)
+    threads = fitting_threads(plan, workers)
     settings = replace(settings or Settings(threads), threads=threads)
     tasks = target.tasks()
     report = Report(
@@ -212,6 +215,8 @@ def run(
         return report
     known = target.records()
     mine = tasks if workers.share is None else balance(tasks, workers.share[1])[workers.share[0]]
+    if owned is not None:
+        mine = [tasks[index] for index in owned]
     notify(Started(plan.digest, len(mine), sum(task.nbytes for task in mine)))
     done = [known[task.index] for task in mine if task.index in known]
     if done:
@@ -251,7 +256,7 @@ def nothing_to_do(source: Source, plan: Plan) -> Report:
     )
 
 
-def _threads(plan: Plan, workers: Workers) -> int:
+def fitting_threads(plan: Plan, workers: Workers) -> int:
     """Tasks in flight per worker that the memory limit allows."""
     wanted = workers.threads or min(os.cpu_count() or 1, _MAX_THREADS)
     if workers.memory_limit is None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, overload
 
-from ucpstore.claims import STAGING
+from ucpstore.claims import PARTS, STAGING
 from ucpstore.commit import LoggedTarget
 from ucpstore.contracts import Arrays, ParameterSpec, Record, Source, Task
 from ucpstore.digest import TileDigest, merge
@@ -124,6 +124,28 @@ class ZarrTarget(LoggedTarget):
         """All objects to write; made when they are looked at, since there may be very many."""
         return _Tasks(self._arrays, self._starts)
 
+    def needs(self, task: int) -> list[tuple[str, str, Region]]:
+        """What the object of a task is made of: (fqn, state, region of the state)."""
+        array, index = self._locate(task)
+        region = array.object_region(index)
+        if not array.stacked:
+            return [(*array.members[0], region)]
+        inner = Region(region.offsets[1:], region.sizes[1:])
+        return [(*member, inner) for member in array.members[region.offsets[0] : region.stops[0]]]
+
+    def committed(self) -> bool:
+        """Whether the plan that was begun is visible.
+
+        Raises
+        ------
+        AlreadyExistsError
+            It is not, and never will be: the destination was abandoned (``ABANDONED``).
+        """
+        if self._log.committed():
+            return True
+        self._log.check()
+        return False
+
     def task_memory(self) -> int:
         """Bytes that one `write` in flight needs: the encoder's buffers, and remotely the object too."""
         buffers = max(map(encoder_memory, self._arrays), default=0)
@@ -203,7 +225,7 @@ class ZarrTarget(LoggedTarget):
         ]
         if self.is_local:
             strays += [stat.name for stat in self._files.list(STAGING)]
-        return strays
+        return strays + [stat.name for stat in self._files.list(PARTS)]
 
     def _reveal(self, records: Mapping[int, Record]) -> None:
         digests = self._digests(records)

@@ -63,6 +63,8 @@ class RankFiles:
 
     Attributes
     ----------
+    where : str
+        The URL, or the roots, that were looked at.
     folder : str
         Where they lie below the URL; empty where the URL is the tag's own folder.
     tag : str
@@ -78,6 +80,7 @@ class RankFiles:
         Layer files of a pipeline.
     """
 
+    where: str
     folder: str
     tag: str
     prefix: str
@@ -171,6 +174,7 @@ def discover(files: Files, tag: str | None) -> RankFiles:
     models = partitioned or plain
     ranks = [*models, *optims]
     found = RankFiles(
+        where=files.url,
         folder=folder,
         tag=tag,
         prefix=prefix,
@@ -219,8 +223,8 @@ def require_ranks(found: RankFiles, *, mp: int, dp: int) -> None:
     if missing:
         raise IncompleteSourceError(
             f"checkpoint {found.tag!r}: {len(missing)} rank files are missing of {mp} model-parallel x {dp}"
-            f" data-parallel ranks: {listing(missing)}.",
-            hint="Copy them from the nodes that wrote them.",
+            f" data-parallel ranks: {listing(missing)}; looked in {found.where}.",
+            hint="Copy them from the nodes that wrote them, or give those nodes' folders as further roots.",
             missing=missing,
         )
 
@@ -253,8 +257,8 @@ def require_layers(found: RankFiles, tp: int) -> None:
     if missing:
         raise IncompleteSourceError(
             f"checkpoint {found.tag!r}: {len(missing)} layer files are missing of {len(layers)} layers on {tp}"
-            f" tensor-parallel ranks: {listing(missing)}.",
-            hint="Copy them from the nodes that wrote them.",
+            f" tensor-parallel ranks: {listing(missing)}; looked in {found.where}.",
+            hint="Copy them from the nodes that wrote them, or give those nodes' folders as further roots.",
             missing=missing,
         )
 
@@ -399,7 +403,8 @@ def _put(
 
 
 def _own_tag(url: str) -> str:
-    return _base(url.rstrip("/"))
+    # Of several roots, "{A,B}": the last one's.
+    return _base((url.removesuffix("}") if url.startswith("{") else url).rstrip("/"))
 
 
 def _base(name: str) -> str:

@@ -516,6 +516,6 @@ def _without_optimizer(found: RankFiles, model: Model) -> IncompleteSourceError:
             missing=missing,
         )
     return IncompleteSourceError(
-        f"checkpoint {found.tag!r}: no optimizer file is there: {listing(missing)}.",
+        f"checkpoint {found.tag!r}: no optimizer file is there: {listing(missing)}; looked in {found.where}.",
         missing=missing,
     )
