@@ -52,6 +52,10 @@ class RemoteFiles(ObjectFiles):
             for future in [store.write(name, None) for name in names]:
                 future.result()
 
+    def s3(self) -> Any:
+        """The botocore client of this process."""
+        return self._client("botocore", lambda: s3_client(self.options))
+
     def _store(self) -> ts.KvStore:
         def make() -> ts.KvStore:
             check_fork(self.url)
@@ -72,7 +76,12 @@ class RemoteFiles(ObjectFiles):
         # s3fs' own info lists the prefix where there is no object.
         bucket, _, key = path.partition("/")
         head = filesystem.call_s3("head_object", Bucket=bucket, Key=key)
-        return {"type": "file", "size": head["ContentLength"], "ETag": head["ETag"]}
+        return {
+            "type": "file",
+            "size": head["ContentLength"],
+            "ETag": head["ETag"],
+            "LastModified": head.get("LastModified"),
+        }
 
     def _token(self, entry: Mapping[str, Any]) -> str:
         value = entry["ETag"] if self.location.scheme == "s3" else entry["generation"]
@@ -110,7 +119,7 @@ class RemoteFiles(ObjectFiles):
     def _put_s3(self, name: str, content: io.BytesIO) -> FileStat:
         payer = {"RequestPayer": "requester"} if self.options.get("requester_pays") else {}
         with fsspec_errors("write", self._show(name)):
-            client = self._client("botocore", lambda: s3_client(self.options))
+            client = self.s3()
             body = content.getvalue()  # shares the memory
             answer = client.put_object(
                 Bucket=self.location.bucket, Key=self.location.prefix + name, Body=body, **payer
