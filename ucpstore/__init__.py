@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ucpstore.layout.parallel import Layout
     from ucpstore.layout.rules import Patterns
     from ucpstore.mapping import Mapping
+    from ucpstore.moving import copy, gc, steps, use_attempt
     from ucpstore.rankstate import LocalTensor, RankState, Transfer
 
 __version__ = "0.1.0"
@@ -52,12 +53,16 @@ _HOME = {
     "abandon": "ucpstore.api",
     "check_patterns": "ucpstore.api",
     "convert": "ucpstore.api",
+    "copy": "ucpstore.moving",
     "diff": "ucpstore.api",
     "explain_patterns": "ucpstore.api",
+    "gc": "ucpstore.moving",
     "infer_patterns": "ucpstore.api",
     "load": "ucpstore.api",
     "open": "ucpstore.api",
     "plan": "ucpstore.api",
+    "steps": "ucpstore.moving",
+    "use_attempt": "ucpstore.moving",
     "verify": "ucpstore.api",
 }
 
@@ -78,12 +83,16 @@ __all__ = [
     "abandon",
     "check_patterns",
     "convert",
+    "copy",
     "diff",
     "explain_patterns",
+    "gc",
     "infer_patterns",
     "load",
     "open",
     "plan",
+    "steps",
+    "use_attempt",
     "verify",
 ]
 

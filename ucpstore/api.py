@@ -26,6 +26,7 @@ from ucpstore.errors import (
 from ucpstore.events import Listener
 from ucpstore.io import open_files
 from ucpstore.io.base import Files
+from ucpstore.io.serverside import same_storage
 from ucpstore.io.urls import parse_url
 from ucpstore.layout.parallel import Layout
 from ucpstore.layout.rules import Patterns
@@ -45,6 +46,7 @@ __all__ = [
     "convert",
     "diff",
     "explain_patterns",
+    "find_checkpoint",
     "formats",
     "infer_patterns",
     "load",
@@ -72,6 +74,7 @@ def open(  # noqa: A001
     *,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
+    step: int | None = None,
     patterns: Rules | None = None,
     mapping: NameMapping | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -85,7 +88,10 @@ def open(  # noqa: A001
     format : str
         ``auto`` detects; ``ucpstore`` is our own store; else the name of an installed format.
     tag : str, optional
-        Which checkpoint of a folder that holds several; by default the one that it calls the latest.
+        Which checkpoint of a folder that holds several; by default the one that it calls the latest, and of a
+        run of our own checkpoints the last committed step.
+    step : int, optional
+        The same by number, in a run of our own checkpoints.
     patterns : Patterns, path or str, optional
         How parameters lie on tensor-parallel ranks, where the checkpoint does not say it or says it wrongly:
         rules, a TOML or JSON file of them, or the name of a preset (`Patterns.presets`).
@@ -116,6 +122,10 @@ def open(  # noqa: A001
     """
     files = open_files(os.fspath(url), storage_options)
     view = _View(Patterns.of(patterns), _checked(mapping))
+    if step is not None:
+        if tag is not None:
+            raise PlanError(f"cannot open {files.url}: give step= or tag=, not both.")
+        tag = str(step)
     return Checkpoint(_open_source(files, format, tag, view))
 
 
@@ -129,12 +139,48 @@ class _View:
 
 def _open_source(files: Files, name: str, tag: str | None, view: _View) -> Source:
     """Open, and look through the mapping."""
-    source = _format_of(files, name).open(files, tag=tag, patterns=view.patterns)
+    if name == "auto":
+        files, tag, format_ = _in_run(files, tag)
+    else:
+        format_ = _format_of(files, name)
+    source = format_.open(files, tag=tag, patterns=view.patterns)
     if view.mapping is None:
         return source
     from ucpstore.mapped import map_source
 
     return map_source(source, view.mapping)
+
+
+def _in_run(files: Files, tag: str | None) -> tuple[Files, str | None, Format]:
+    """The format at the files; in a run of our own checkpoints, that of the step ``tag`` or the latest."""
+    try:
+        return files, tag, _format_of(files, "auto")
+    except UnrecognizedSourceError:
+        from ucpstore.runs.listing import find_step, open_folder
+
+        folder = find_step(files, tag)
+        if folder is None:
+            raise
+        inner = open_folder(files, folder)
+        return inner, None, _format_of(inner, "auto")
+
+
+def find_checkpoint(files: Files, *, tag: str | None = None) -> Files:
+    """Where a checkpoint of our own lies: at the files, or in the run that they are."""
+    from ucpstore.runs.listing import find_step, open_folder
+    from ucpstore.store.source import StoreFormat
+
+    if tag is None and StoreFormat().detect(files).matches:
+        return files
+    folder = find_step(files, tag)
+    if folder is not None:
+        return open_folder(files, folder)
+    if tag is not None:
+        raise CheckpointNotFoundError(
+            f"{files.url} is not a run of ucpstore checkpoints: found tag {tag!r}, expected none.",
+            url=files.url,
+        )
+    return files
 
 
 def _checked(mapping: NameMapping | None) -> NameMapping | None:
@@ -239,10 +285,11 @@ class _Request:
 
         With ``ranks`` the plan of a native target lists which rank will hold which parts.
         """
-        files = open_files(self.source, self.source_options)
-        source = _open_source(files, self.format, self.tag, self.view)
+        origin = open_files(self.source, self.source_options)
+        source = _open_source(origin, self.format, self.tag, self.view)
         files = open_files(self.dest, self.dest_options)
-        _refuse_inside(source, files)
+        if same_storage(origin, files):
+            _refuse_inside(source, files)
         if self.layout is not None:
             return self._open_native(source, files, self.layout, ranks=ranks)
         return self._open_zarr(source, files)
@@ -279,6 +326,14 @@ class _Request:
             source,
             target,
         )
+
+
+def _require_objects(source: Source) -> None:
+    """Refuse a store that lacks objects before anything is written; formats of frameworks did so on opening."""
+    from ucpstore.store.source import StoreSource
+
+    if isinstance(source, StoreSource):
+        source.require_objects()
 
 
 def _refuse_inside(source: Source, dest: Files) -> None:
@@ -491,6 +546,7 @@ def convert(
     found, opened, target = request.open()
     if _SAME_LAYOUT in found.warnings:
         return nothing_to_do(opened, found)
+    _require_objects(opened)
     return run(
         (opened, target),
         found,

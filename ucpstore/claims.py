@@ -22,6 +22,9 @@ free and nothing of the dead plan can be committed any more, or the commit goes 
 same command next finishes it). Without it, a commit that was overtaken by an abandon could publish
 objects that the next plan is overwriting.
 
+**Deletion** of a checkpoint or of an attempt (`ucpstore.runs.gc`) begins with a claim of its own, which
+fences writers as an abandon does, and ends with a free one.
+
 What makes a commit visible is the target's: a store's root document, DeepSpeed's ``latest``.
 """
 
@@ -51,6 +54,7 @@ from ucpstore.io.base import Files
 __all__ = [
     "CLAIMS",
     "COMMIT",
+    "DELETION",
     "DONE",
     "STAGING",
     "VERSION",
@@ -75,6 +79,9 @@ COMMIT = ".ucpstore/commit.json"
 """Of targets in a framework's own format: which plan is committed there."""
 STAGING = ".ucpstore/files"
 """Where such targets keep their files out of sight; a folder per plan."""
+
+DELETION = "deletion"
+"""In place of a plan's digest in a claim: a checkpoint or an attempt is being deleted (`ucpstore.runs.gc`)."""
 
 _RECHECK_SECONDS = 2.0
 """How long a look at the claim stays good on object stores, where it costs a request."""
@@ -449,6 +456,13 @@ class ClaimLog(ABC):
         )
 
     def _claimed(self, found: str, digest: str) -> AlreadyExistsError:
+        if found == DELETION:
+            return AlreadyExistsError(
+                f"{self._files.url} is being deleted: found the claim of a gc, expected none.",
+                kind=Kind.CLAIMED,
+                hint="Run `ucpstore gc` on the run again, which finishes that, or choose another destination.",
+                url=self._files.url,
+            )
         return AlreadyExistsError(
             f"{self._files.url} is claimed by another plan: found {found}, expected {digest}.",
             kind=Kind.CLAIMED,

@@ -1,4 +1,4 @@
-"""Moving committed checkpoints: `copy`."""
+"""Committed checkpoints after their conversion: moved (`copy`), listed (`steps`), and deleted (`gc`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucpstore.api import DEFAULT_MEMORY_LIMIT, Url, find_checkpoint
+from ucpstore.api import DEFAULT_MEMORY_LIMIT, Url, find_checkpoint, formats
 from ucpstore.engine.plan import Plan, make_plan
 from ucpstore.engine.run import Report, Workers, run
 from ucpstore.engine.sizes import parse_bytes
@@ -22,10 +22,12 @@ from ucpstore.io.serverside import same_storage
 from ucpstore.io.urls import parse_url
 
 if TYPE_CHECKING:
+    from ucpstore.runs.gc import Swept
+    from ucpstore.runs.listing import Steps
     from ucpstore.store.copying import CopyTarget
     from ucpstore.store.source import StoreSource
 
-__all__ = ["copy"]
+__all__ = ["copy", "gc", "steps", "use_attempt"]
 
 
 def copy(
@@ -174,5 +176,89 @@ def _rate(max_rate: float | str | None, workers: int) -> RateLimit | None:
         return None
     nbytes = parse_bytes(max_rate)
     if nbytes < 1:
-        raise PlanError(f"cannot copy with max_rate={max_rate!r}: expected at least one byte a second.")
+        raise PlanError(
+            f"cannot copy with max_rate={max_rate!r}: expected at least one byte a second."
+        )
     return RateLimit(nbytes / workers)
+
+
+def steps(url: Url, *, storage_options: Mapping[str, Any] | None = None) -> Steps:
+    """List what lies in a run: ``RUN/step-00001000/`` and so on, or a framework's tags.
+
+    Committed steps, attempts that are unfinished, abandoned or superseded, with sizes and plan digests. Reads
+    listings, claims and the heads of root documents.
+
+    Raises
+    ------
+    CheckpointNotFoundError
+        There are none.
+    """
+    from ucpstore.runs.listing import list_steps
+
+    return list_steps(open_files(os.fspath(url), storage_options), list(formats().values()))
+
+
+def use_attempt(url: Url, folder: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Make a committed folder of a run, such as ``step-00001000-b``, what the run has for its step.
+
+    A checkpoint is never overwritten: another attempt at a step is saved beside the first, and the pointer
+    ``step-00001000.json`` is swapped then. `gc` deletes what nothing points to any more.
+
+    Raises
+    ------
+    PlanError
+        The folder is not named as a step.
+    UncommittedError, UnrecognizedSourceError
+        There is no committed checkpoint in it.
+    """
+    from ucpstore.runs.listing import open_folder
+    from ucpstore.runs.names import Pointer, StepName, write_pointer
+    from ucpstore.store.source import StoreSource
+
+    name = StepName.parse(folder)
+    if name is None:
+        raise PlanError(
+            f"{folder!r} is not named as a step: expected step-00001000 or step-00001000-b."
+        )
+    files = open_files(os.fspath(url), storage_options)
+    attributes = StoreSource(open_folder(files, folder)).attributes
+    write_pointer(files, Pointer(step=name.step, folder=folder, plan_digest=attributes.plan_digest))
+
+
+def gc(
+    url: Url,
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    grace: float | str = "1d",
+    dry_run: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Swept:
+    """Delete what a run no longer needs: old steps, dead attempts, stray objects. By default only tells.
+
+    Safe beside savers and readers: a folder is claimed before it is touched, its root document goes first, and
+    whoever still reads it gets an error. Only folders named as steps that prove to be ours, and in them only
+    objects with our names, are deleted.
+
+    Parameters
+    ----------
+    url : str or path
+        Folder of the run.
+    keep_last : int, optional
+        Keep this many of the latest committed steps. Without it and ``keep_every`` all of them stay.
+    keep_every : int, optional
+        Keep steps that are multiples of this, besides.
+    grace : number or str, seconds
+        Attempts and strays younger than this stay: ``"90s"``, ``"12h"``, ``"1d"``. It must be longer than any
+        saver's pause between two objects.
+    dry_run : bool
+    storage_options : mapping, optional
+
+    Returns
+    -------
+    Swept
+    """
+    from ucpstore.runs.gc import Policy, collect, parse_seconds
+
+    policy = Policy(keep_last=keep_last, keep_every=keep_every, grace=parse_seconds(grace))
+    return collect(open_files(os.fspath(url), storage_options), policy, dry_run=dry_run)

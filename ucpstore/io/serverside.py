@@ -11,7 +11,9 @@ __all__ = ["can_copy_inside", "copy_inside", "same_storage"]
 
 def same_storage(one: Files, other: Files) -> bool:
     """Whether equal URLs of both mean the same object: scheme, server and credentials are equal."""
-    schemes = [files.url.partition("://")[0] if "://" in files.url else "" for files in (one, other)]
+    schemes = [
+        files.url.partition("://")[0] if "://" in files.url else "" for files in (one, other)
+    ]
     return schemes[0] == schemes[1] and dict(one.options) == dict(other.options)
 
 

@@ -21,7 +21,15 @@ from ucpstore.claims import VERSION, decode, encode
 from ucpstore.errors import IntegrityError, Kind, PlanError
 from ucpstore.io.base import Files
 
-__all__ = ["Pointer", "StepName", "pointer_name", "pointer_step", "read_pointer", "step_folder"]
+__all__ = [
+    "Pointer",
+    "StepName",
+    "pointer_name",
+    "pointer_step",
+    "read_pointer",
+    "step_folder",
+    "write_pointer",
+]
 
 _FOLDER = re.compile(r"step-(?P<step>\d{1,18})(?:-(?P<attempt>[A-Za-z0-9][A-Za-z0-9_.-]{0,63}))?")
 _POINTER = re.compile(r"step-(?P<step>\d{1,18})\.json")

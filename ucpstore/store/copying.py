@@ -34,7 +34,7 @@ from ucpstore.errors import (
     UnsupportedSourceError,
     listing,
 )
-from ucpstore.io.base import Files, FileStat, Sink
+from ucpstore.io.base import Files, Sink
 from ucpstore.io.rate import RateLimit
 from ucpstore.io.serverside import can_copy_inside, copy_inside
 from ucpstore.layout.tiles import iter_tiles
@@ -188,7 +188,7 @@ def _same_root(origin: StoreSource) -> bytes:
     """The bytes of the root document that ``origin`` was opened from."""
     data = read_root(origin.storage)
     name = f"{origin.url}/{ROOT}"
-    document = None if data is None else load_json(data)
+    document = {} if data is None else load_json(data)
     if data is None or root_attributes(document, name) != origin.attributes:
         raise IntegrityError(
             f"{name} changed while it was being opened.", kind=Kind.SOURCE_CHANGED, name=name
@@ -300,7 +300,9 @@ def _ranges(
         else:
             data = np.frombuffer(files.read(key, start, stop - start), np.uint8)
             if data.nbytes != stop - start:
-                raise _DamageError(f"it ends at byte {start + data.nbytes}, expected {nbytes} bytes")
+                raise _DamageError(
+                    f"it ends at byte {start + data.nbytes}, expected {nbytes} bytes"
+                )
         yield data
 
 
@@ -345,5 +347,7 @@ class _Checker:
             raise _DamageError(f"the crc32c of the chunk at {box.offsets} differs")
         if box.sizes != self.array.tile:
             whole = data.view(self.array.dtype).reshape(self.array.tile)
-            data = np.ascontiguousarray(whole[tuple(map(slice, box.sizes))]).reshape(-1).view(np.uint8)
+            data = (
+                np.ascontiguousarray(whole[tuple(map(slice, box.sizes))]).reshape(-1).view(np.uint8)
+            )
         self.partials.append(hash_tile(tile, data))

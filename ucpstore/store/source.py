@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ucpstore.claims import COMMIT
+from ucpstore.claims import COMMIT, DELETION
 from ucpstore.contracts import (
     Arrays,
     CommonState,
@@ -113,6 +113,13 @@ class StoreSource:
         """Objects that the root names and listings do not show, or show with another size."""
         return absent_objects(self._files, self._nodes, self._metadata)
 
+    def object_names(self) -> set[str]:
+        """Names of all objects and documents below the root."""
+        names = {f"{path}/{ROOT}" for path in self._nodes}
+        for array in self.array_specs():
+            names.update(map(array.object_key, range(array.num_objects)))
+        return names
+
     def require_objects(self) -> None:
         """Refuse a checkpoint that lacks objects: two listings, nothing is read.
 
@@ -129,7 +136,9 @@ class StoreSource:
 
     def array_specs(self) -> list[ArraySpec]:
         """All stored arrays, sorted by path."""
-        return [ArraySpec.from_metadata(path, self._metadata[path]) for path in sorted(self._metadata)]
+        return [
+            ArraySpec.from_metadata(path, self._metadata[path]) for path in sorted(self._metadata)
+        ]
 
     def read(
         self, fqn: str, state: str, region: Region, out: Arrays, *, compare: bool = False
@@ -277,6 +286,12 @@ def _open_root(files: Files) -> tuple[RootAttributes, Mapping[str, Any]]:
         if attributes is not None:
             return attributes, document
     number, claim = current_claim(files)
+    if claim is not None and claim.plan_digest == DELETION:
+        raise UncommittedError(
+            f"{files.url} is being deleted: a gc removed its root document.",
+            hint="Open another checkpoint of the run.",
+            url=files.url,
+        )
     if number:
         found = "was abandoned" if claim is None or claim.plan_digest is None else "is unfinished"
         raise UncommittedError(
