@@ -656,6 +656,7 @@ def verify(
     url: Url,
     *,
     against: Url | None = None,
+    quick: bool = False,
     patterns: Rules | None = None,
     mapping: NameMapping | None = None,
     format: str = "auto",  # noqa: A002
@@ -668,19 +669,24 @@ def verify(
     Checksums of every chunk, the recorded digest of every state, and replicas against each other; with
     ``against`` also every element and the common state against another checkpoint (of any format), which
     may hold nothing more. All findings are collected. A ``mapping`` is that of the conversion: ``against`` is seen
-    through it.
+    through it. ``quick`` reads nothing: it compares listings of one of our own checkpoints with what its root
+    document names, after a copy by other tools, say.
 
     Returns
     -------
     Verification
         ``findings`` is empty where everything is right.
     """
-    from ucpstore.inspect.verify import verify_source
+    from ucpstore.inspect.verify import verify_listing, verify_source
 
+    if quick and against is not None:
+        raise PlanError("a quick look at objects reads none: against= cannot be compared with.")
     if mapping is not None and against is None:
         raise PlanError("a mapping is what the other checkpoint is seen through: give against=.")
     rules = Patterns.of(patterns)
     checkpoint = open(url, format=format, tag=tag, patterns=rules, storage_options=storage_options)
+    if quick:
+        return verify_listing(checkpoint.source)
     other = None
     if against is not None:
         seen = open(against, patterns=rules, mapping=mapping, storage_options=against_options)

@@ -26,6 +26,7 @@ __all__ = [
     "EXIT_STORAGE",
     "Output",
     "options",
+    "parse_storage_options",
 ]
 
 EXIT_FINDINGS = 1
@@ -152,9 +153,10 @@ def _plain(name: str, kind: str, text: str) -> dict[str, Any]:
     return {"type": name, "kind": kind, "message": text, "hint": "", "context": {}}
 
 
-def _storage_options(
+def parse_storage_options(
     context: click.Context, option: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, Any]:
+    """``NAME=VALUE`` options of the command line; values are JSON where they can be."""
     found: dict[str, Any] = {}
     for text in values:
         name, separator, value = text.partition("=")
@@ -179,7 +181,7 @@ def options(command: Callable[..., None]) -> Callable[..., None]:
         "storage_options",
         metavar="NAME=VALUE",
         multiple=True,
-        callback=_storage_options,
+        callback=parse_storage_options,
         help="Option of the storage backend, in fsspec's words; may be repeated.",
     )
     @wraps(command)

@@ -23,14 +23,15 @@ class Absence:
     ----------
     key : str
         Name under the checkpoint's URL.
-    path : str
-        The array or group that it belongs to.
+    fqn, state : str
+        What it belongs to; the path of a group, and ``zarr.json``.
     nbytes, expected : int or None
         Bytes found (None: there is no object), and expected (None: metadata, of any size).
     """
 
     key: str
-    path: str
+    fqn: str
+    state: str
     nbytes: int | None
     expected: int | None
 
@@ -57,18 +58,19 @@ def absent_objects(
     """
     sizes = {stat.name: stat.nbytes for top in (PARAMS, COMMON) for stat in files.list(top)}
     found = [
-        Absence(f"{path}/{ROOT}", path, None, None)
+        Absence(f"{path}/{ROOT}", path, ROOT, None, None)
         for path in nodes
         if f"{path}/{ROOT}" not in sizes
     ]
     for path, document in metadata.items():
         array = ArraySpec.from_metadata(path, document)
+        fqn, state = array.members[0]
         if document["codecs"] != array.metadata()["codecs"]:
             continue  # of another tool: it may leave objects out, and compress
         for index in range(array.num_objects):
             key, expected = array.object_key(index), array.object_nbytes(index)
             if sizes.get(key) != expected:
-                found.append(Absence(key, path, sizes.get(key), expected))
+                found.append(Absence(key, fqn, state, sizes.get(key), expected))
     return found
 
 
