@@ -19,12 +19,13 @@ def same_storage(one: Files, other: Files) -> bool:
 
 def can_copy_inside(source: Files, dest: Files) -> bool:
     """Whether `copy_inside` knows how (S3 does), with one set of credentials for both sides."""
+    if not (source.url.startswith("s3://") and dest.url.startswith("s3://")):
+        return False
     from ucpstore.io.remote import RemoteFiles
 
     return (
         isinstance(source, RemoteFiles)
         and isinstance(dest, RemoteFiles)
-        and dest.location.scheme == "s3"
         and same_storage(source, dest)
     )
 
