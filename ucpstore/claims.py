@@ -231,9 +231,16 @@ def _malformed(name: str, error: Exception) -> IntegrityError:
 
 def current_claim(files: Files) -> tuple[int, Claim | None]:
     """Number and content of the current claim; ``(0, None)`` where nobody ever claimed."""
-    numbers = [claim_number(stat.name) for stat in files.list(CLAIMS, recursive=False)]
-    number = max((n for n in numbers if n is not None), default=0)
-    return number, _read_claim(files, number) if number else None
+    gone = 0
+    while True:
+        numbers = [claim_number(stat.name) for stat in files.list(CLAIMS, recursive=False)]
+        number = max((n for n in numbers if n is not None), default=0)
+        try:
+            return number, _read_claim(files, number) if number else None
+        except CheckpointNotFoundError:
+            if number == gone:
+                raise
+            gone = number  # a gc deleted it after it was listed
 
 
 def _read_claim(files: Files, number: int) -> Claim:

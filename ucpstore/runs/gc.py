@@ -34,7 +34,7 @@ from ucpstore.claims import (
     encode,
 )
 from ucpstore.engine.sizes import format_bytes
-from ucpstore.errors import AlreadyExistsError, Kind, PlanError
+from ucpstore.errors import AlreadyExistsError, Kind, PlanError, StorageError
 from ucpstore.io.base import Files, FileStat
 from ucpstore.runs.listing import Status, Step, is_current, look_at, open_folder, pointers
 from ucpstore.runs.names import StepName, pointer_name
@@ -356,17 +356,17 @@ def _delete_folder(folder: _Folder) -> None:
     """Fence writers, then the root, then everything else; leave a tombstone."""
     files, fence = folder.files, _claim_for_deletion(folder)
     _delete(files, [ROOT])
+    unfinished = [stat.name for stat in folder.stored if stat.name.startswith(f"{_TEMPORARY}/")]
     for _ in range(_PASSES):
-        listed = [stat.name for stat in files.list()]
-        listed += [stat.name for stat in files.list(_TEMPORARY)] if files.is_local else []
+        listed = [*(stat.name for stat in files.list()), *unfinished]
+        unfinished = []
         # Again where a writer that had passed the fence put one more object there.
         names = [n for n in listed if _is_ours(n) and claim_number(n) is None]
         if not names:
             break
         _delete(files, names, check=lambda: _check_fence(files, fence))
     _check_fence(files, fence)
-    free = Claim(VERSION, None, fence + 1)
-    files.create(claim_name(fence + 1), encode(free))
+    _create(files, claim_name(fence + 1), encode(Claim(VERSION, None, fence + 1)))
     _delete(files, [claim_name(number) for number in _claims(files) if number <= fence])
 
 
@@ -382,7 +382,7 @@ def _claim_for_deletion(folder: _Folder) -> int:
         return folder.claim
     number = folder.claim + 1
     claim = Claim(VERSION, DELETION, number)
-    if not folder.files.create(claim_name(number), encode(claim)):
+    if not _create(folder.files, claim_name(number), encode(claim)):
         now, found = current_claim(folder.files)
         if now == number and found is not None and found.plan_digest == DELETION:
             return number  # by another gc, or by this one's put whose answer was lost
@@ -392,6 +392,14 @@ def _claim_for_deletion(folder: _Folder) -> int:
             url=folder.files.url,
         )
     return number
+
+
+def _create(files: Files, name: str, data: bytes) -> bool:
+    """Create an object, also where another gc swept the unfinished file of the first attempt."""
+    try:
+        return files.create(name, data)
+    except StorageError:
+        return files.create(name, data)
 
 
 def _check_fence(files: Files, fence: int) -> None:
@@ -434,7 +442,7 @@ def _pointers(
     dry_run: bool,
 ) -> Iterator[Deletion]:
     """Pointers to what is gone: last, so that no older attempt takes the place of what it named."""
-    gone = {d.name for d in done if d.reason == "old" and (d.done or dry_run)}
+    gone = {d.name for d in done if d.reason != "strays" and (d.done or dry_run)}
     there = {folder.name for folder in folders if folder.status is not None} - gone
     left = {folder.step for folder in folders if folder.name in there}
     for step, name in pointed.items():
