@@ -12,7 +12,7 @@ from ucpstore import __version__, api
 from ucpstore.cli.environment import environment
 from ucpstore.cli.mappings import mapping_option, preset_descriptions, read_mapping
 from ucpstore.cli.moving import copy, gc, steps
-from ucpstore.cli.output import EXIT_FINDINGS, Output, options
+from ucpstore.cli.output import EXIT_FINDINGS, Output, options, side_options
 from ucpstore.cli.patterns import patterns as patterns_commands
 from ucpstore.cli.progress import Progress
 from ucpstore.engine.sizes import format_bytes, parse_bytes
@@ -87,6 +87,8 @@ def _selection(command: Any) -> Any:
         click.option(
             "--format", "format_", default="auto", show_default=True, help="Format of SOURCE."
         ),
+        side_options("dest"),
+        side_options("source"),
     ):
         command = option(command)
     return command
@@ -276,8 +278,8 @@ def _request(output: Output, request: dict[str, Any]) -> dict[str, Any]:
     }
     return {
         **chosen,
-        "source_options": output.storage_options,
-        "dest_options": output.storage_options,
+        "source_options": {**output.storage_options, **request["source_options"]},
+        "dest_options": {**output.storage_options, **request["dest_options"]},
     }
 
 

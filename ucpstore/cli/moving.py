@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import click
 
 from ucpstore import moving
-from ucpstore.cli.output import Output, options, parse_storage_options
+from ucpstore.cli.output import Output, options, side_options
 from ucpstore.cli.progress import Progress
 
 __all__ = ["copy", "gc", "steps"]
-
-
-def _side(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Storage options of one side, over those of ``--storage-option``."""
-    return click.option(
-        f"--{name}-option",
-        f"{name}_options",
-        metavar="NAME=VALUE",
-        multiple=True,
-        callback=parse_storage_options,
-        help=f"Storage option of {name.upper()} alone; may be repeated.",
-    )
 
 
 @click.command()
@@ -55,8 +42,8 @@ def _side(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     show_default=True,
     help="Further attempts when storage fails.",
 )
-@_side("source")
-@_side("dest")
+@side_options("source")
+@side_options("dest")
 @options
 def copy(
     source: str,

@@ -27,6 +27,7 @@ __all__ = [
     "Output",
     "options",
     "parse_storage_options",
+    "side_options",
 ]
 
 EXIT_FINDINGS = 1
@@ -167,6 +168,18 @@ def parse_storage_options(
         except ValueError:
             found[name] = value
     return found
+
+
+def side_options(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Storage options of one side, over those of ``--storage-option``."""
+    return click.option(
+        f"--{name}-option",
+        f"{name}_options",
+        metavar="NAME=VALUE",
+        multiple=True,
+        callback=parse_storage_options,
+        help=f"Storage option of {name.upper()} alone; may be repeated.",
+    )
 
 
 def options(command: Callable[..., None]) -> Callable[..., None]:
