@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ucpstore.layout.parallel import Layout
     from ucpstore.layout.rules import Patterns
     from ucpstore.mapping import Mapping
+    from ucpstore.moving import copy, gc, steps, use_attempt
     from ucpstore.parts.deepspeed import deepspeed_parts
     from ucpstore.parts.held import Held
     from ucpstore.rankstate import LocalTensor, RankState, Transfer
@@ -56,14 +57,18 @@ _HOME = {
     "abandon": "ucpstore.api",
     "check_patterns": "ucpstore.api",
     "convert": "ucpstore.api",
+    "copy": "ucpstore.moving",
     "deepspeed_parts": "ucpstore.parts.deepspeed",
     "diff": "ucpstore.api",
     "explain_patterns": "ucpstore.api",
+    "gc": "ucpstore.moving",
     "infer_patterns": "ucpstore.api",
     "load": "ucpstore.api",
     "open": "ucpstore.api",
     "plan": "ucpstore.api",
     "save_rank": "ucpstore.api",
+    "steps": "ucpstore.moving",
+    "use_attempt": "ucpstore.moving",
     "verify": "ucpstore.api",
 }
 
@@ -85,14 +90,18 @@ __all__ = [
     "abandon",
     "check_patterns",
     "convert",
+    "copy",
     "deepspeed_parts",
     "diff",
     "explain_patterns",
+    "gc",
     "infer_patterns",
     "load",
     "open",
     "plan",
     "save_rank",
+    "steps",
+    "use_attempt",
     "verify",
 ]
 

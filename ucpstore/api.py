@@ -27,6 +27,7 @@ from ucpstore.errors import (
 from ucpstore.events import Listener
 from ucpstore.io import Url, open_files, open_roots, root_urls
 from ucpstore.io.base import Files
+from ucpstore.io.serverside import same_storage
 from ucpstore.io.union import UnionFiles
 from ucpstore.io.urls import parse_url
 from ucpstore.layout.parallel import Layout
@@ -48,6 +49,7 @@ __all__ = [
     "convert",
     "diff",
     "explain_patterns",
+    "find_checkpoint",
     "formats",
     "infer_patterns",
     "load",
@@ -77,6 +79,7 @@ def open(  # noqa: A001
     *,
     format: str = "auto",  # noqa: A002
     tag: str | None = None,
+    step: int | None = None,
     patterns: Rules | None = None,
     mapping: NameMapping | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -92,7 +95,10 @@ def open(  # noqa: A001
     format : str
         ``auto`` detects; ``ucpstore`` is our own store; else the name of an installed format.
     tag : str, optional
-        Which checkpoint of a folder that holds several; by default the one that it calls the latest.
+        Which checkpoint of a folder that holds several; by default the one that it calls the latest, and of a
+        run of our own checkpoints the last committed step.
+    step : int, optional
+        The same by number, in a run of our own checkpoints.
     patterns : Patterns, path or str, optional
         How parameters lie on tensor-parallel ranks, where the checkpoint does not say it or says it wrongly:
         rules, a TOML or JSON file of them, or the name of a preset (`Patterns.presets`).
@@ -123,6 +129,10 @@ def open(  # noqa: A001
     """
     files = open_roots(url, storage_options)
     view = _View(Patterns.of(patterns), _checked(mapping))
+    if step is not None:
+        if tag is not None:
+            raise PlanError(f"cannot open {files.url}: give step= or tag=, not both.")
+        tag = str(step)
     return Checkpoint(_open_source(files, format, tag, view))
 
 
@@ -137,7 +147,11 @@ class _View:
 
 def _open_source(files: Files, name: str, tag: str | None, view: _View) -> Source:
     """Open, and look through the mapping."""
-    source = _format_of(files, name).open(files, tag=tag, patterns=view.patterns)
+    if name == "auto":
+        files, tag, format_ = _in_run(files, tag)
+    else:
+        format_ = _format_of(files, name)
+    source = format_.open(files, tag=tag, patterns=view.patterns)
     if view.mapping is not None:
         from ucpstore.mapped import map_source
 
@@ -155,6 +169,38 @@ def _view(
     from ucpstore.unfrozen import checked_unfreeze
 
     return _View(Patterns.of(patterns), _checked(mapping), checked_unfreeze(unfreeze))
+
+
+def _in_run(files: Files, tag: str | None) -> tuple[Files, str | None, Format]:
+    """The format at the files; in a run of our own checkpoints, that of the step ``tag`` or the latest."""
+    try:
+        return files, tag, _format_of(files, "auto")
+    except UnrecognizedSourceError:
+        from ucpstore.runs.listing import find_step, open_folder
+
+        folder = find_step(files, tag)
+        if folder is None:
+            raise
+        inner = open_folder(files, folder)
+        return inner, None, _format_of(inner, "auto")
+
+
+def find_checkpoint(files: Files, *, tag: str | None = None) -> Files:
+    """Where a checkpoint of our own lies: at the files, or in the run that they are."""
+    from ucpstore.runs.listing import find_step, open_folder
+    from ucpstore.store.source import StoreFormat
+
+    if tag is None and StoreFormat().detect(files).matches:
+        return files
+    folder = find_step(files, tag)
+    if folder is not None:
+        return open_folder(files, folder)
+    if tag is not None:
+        raise CheckpointNotFoundError(
+            f"{files.url} is not a run of ucpstore checkpoints: found tag {tag!r}, expected none.",
+            url=files.url,
+        )
+    return files
 
 
 def _checked(mapping: NameMapping | None) -> NameMapping | None:
@@ -266,10 +312,11 @@ class _Request:
 
         With ``ranks`` the plan of a native target lists which rank will hold which parts.
         """
-        files = open_roots(self.source, self.source_options)
-        source = _open_source(files, self.format, self.tag, self.view)
+        origin = open_roots(self.source, self.source_options)
+        source = _open_source(origin, self.format, self.tag, self.view)
         files = open_files(self.dest, self.dest_options)
-        _refuse_inside(source, files)
+        if same_storage(origin, files):
+            _refuse_inside(source, files)
         if self.layout is not None:
             return self._open_native(source, files, self.layout, ranks=ranks)
         return self._open_zarr(source, files)
@@ -307,6 +354,14 @@ class _Request:
             source,
             target,
         )
+
+
+def _require_objects(source: Source) -> None:
+    """Refuse a store that lacks objects before anything is written; formats of frameworks did so on opening."""
+    from ucpstore.store.source import StoreSource
+
+    if isinstance(source, StoreSource):
+        source.require_objects()
 
 
 def _refuse_inside(source: Source, dest: Files) -> None:
@@ -543,6 +598,7 @@ def convert(
     found, opened, target = request.open()
     if _SAME_LAYOUT in found.warnings:
         return nothing_to_do(opened, found)
+    _require_objects(opened)
     return run(
         (opened, target),
         found,
@@ -795,6 +851,7 @@ def verify(
     url: Urls,
     *,
     against: Urls | None = None,
+    quick: bool = False,
     patterns: Rules | None = None,
     mapping: NameMapping | None = None,
     format: str = "auto",  # noqa: A002
@@ -807,19 +864,24 @@ def verify(
     Checksums of every chunk, the recorded digest of every state, and replicas against each other; with
     ``against`` also every element and the common state against another checkpoint (of any format), which
     may hold nothing more. All findings are collected. A ``mapping`` is that of the conversion: ``against`` is seen
-    through it.
+    through it. ``quick`` reads nothing: it compares listings of one of our own checkpoints with what its root
+    document names, after a copy by other tools, say.
 
     Returns
     -------
     Verification
         ``findings`` is empty where everything is right.
     """
-    from ucpstore.inspect.verify import verify_source
+    from ucpstore.inspect.verify import verify_listing, verify_source
 
+    if quick and against is not None:
+        raise PlanError("a quick look at objects reads none: against= cannot be compared with.")
     if mapping is not None and against is None:
         raise PlanError("a mapping is what the other checkpoint is seen through: give against=.")
     rules = Patterns.of(patterns)
     checkpoint = open(url, format=format, tag=tag, patterns=rules, storage_options=storage_options)
+    if quick:
+        return verify_listing(checkpoint.source)
     other = None
     if against is not None:
         seen = open(against, patterns=rules, mapping=mapping, storage_options=against_options)

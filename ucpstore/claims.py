@@ -27,6 +27,9 @@ free and nothing of the dead plan can be committed any more, or the commit goes 
 same command next finishes it). Without it, a commit that was overtaken by an abandon could publish
 objects that the next plan is overwriting.
 
+**Deletion** of a checkpoint or of an attempt (`ucpstore.runs.gc`) begins with a claim of its own, which
+fences writers as an abandon does, and ends with a free one.
+
 What makes a commit visible is the target's: a store's root document, DeepSpeed's ``latest``.
 """
 
@@ -57,6 +60,7 @@ from ucpstore.io.base import Files
 __all__ = [
     "CLAIMS",
     "COMMIT",
+    "DELETION",
     "DONE",
     "INDEX",
     "PARTS",
@@ -87,6 +91,9 @@ INDEX = ".ucpstore/index"
 """What such participants hold, and which of it they agreed on."""
 STAGING = ".ucpstore/files"
 """Where such targets keep their files out of sight; a folder per plan."""
+
+DELETION = "deletion"
+"""In place of a plan's digest in a claim: a checkpoint or an attempt is being deleted (`ucpstore.runs.gc`)."""
 
 _RECHECK_SECONDS = 2.0
 """How long a look at the claim stays good on object stores, where it costs a request."""
@@ -236,9 +243,16 @@ def _malformed(name: str, error: Exception) -> IntegrityError:
 
 def current_claim(files: Files) -> tuple[int, Claim | None]:
     """Number and content of the current claim; ``(0, None)`` where nobody ever claimed."""
-    numbers = [claim_number(stat.name) for stat in files.list(CLAIMS, recursive=False)]
-    number = max((n for n in numbers if n is not None), default=0)
-    return number, _read_claim(files, number) if number else None
+    gone = 0
+    while True:
+        numbers = [claim_number(stat.name) for stat in files.list(CLAIMS, recursive=False)]
+        number = max((n for n in numbers if n is not None), default=0)
+        try:
+            return number, _read_claim(files, number) if number else None
+        except CheckpointNotFoundError:
+            if number == gone:
+                raise
+            gone = number  # a gc deleted it after it was listed
 
 
 def _read_claim(files: Files, number: int) -> Claim:
@@ -480,6 +494,13 @@ class ClaimLog(ABC):
         )
 
     def _claimed(self, found: str, digest: str) -> AlreadyExistsError:
+        if found == DELETION:
+            return AlreadyExistsError(
+                f"{self._files.url} is being deleted: found the claim of a gc, expected none.",
+                kind=Kind.CLAIMED,
+                hint="Run `ucpstore gc` on the run again, which finishes that, or choose another destination.",
+                url=self._files.url,
+            )
         return AlreadyExistsError(
             f"{self._files.url} is claimed by another plan: found {found}, expected {digest}.",
             kind=Kind.CLAIMED,

@@ -94,6 +94,7 @@ class Kind(StrEnum):
     CHECKSUM = "checksum"
     REPLICAS_DIFFER = "replicas_differ"
     LOST_OBJECT = "lost_object"
+    DELETED = "deleted"
     SOURCE_CHANGED = "source_changed"
     IO = "io"
     PERMISSION = "permission"

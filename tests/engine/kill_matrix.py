@@ -3,7 +3,7 @@
 Forks, so that a trial costs milliseconds: this process keeps no thread and loads neither TensorStore
 nor zarr. Prints one JSON line per trial; any violated promise ends it with a traceback.
 
-    python -m tests.engine.kill_matrix zarr|native FOLDER TRIALS_PER_STAGE SEED
+    python -m tests.engine.kill_matrix zarr|copy|native FOLDER TRIALS_PER_STAGE SEED
 """
 
 from __future__ import annotations

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import shutil
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +30,7 @@ from ucpstore.formats.deepspeed.reader import DeepSpeedFormat
 from ucpstore.formats.deepspeed.writer import DeepSpeedTarget
 from ucpstore.io.base import Files
 from ucpstore.io.local import LocalFiles
+from ucpstore.store.copying import CopyTarget
 from ucpstore.store.grid import plan_arrays
 from ucpstore.store.source import StoreSource
 from ucpstore.store.target import ZarrTarget
@@ -117,6 +123,36 @@ class ZarrSubject(Subject):
             raise SystemExit(f"broken promise: {what}: early metadata")
 
 
+class CopySubject(ZarrSubject):
+    """A committed store that is copied; the other plan copies another one."""
+
+    crowd_moment = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = tempfile.mkdtemp(prefix="ucpstore-copied-")
+        atexit.register(_remove, self._folder, os.getpid())
+
+    def job(self, files: Files, *, other: bool = False) -> tuple[Source, Target, Plan]:
+        origin = LocalFiles(os.path.join(self._folder, "other" if other else "one"))
+        if origin.stat("zarr.json") is None:
+            source, target, plan = super().job(origin, other=other)
+            target.begin(plan.digest)
+            records = {task.index: target.write(task, source) for task in target.tasks()}
+            target.publish(list(records.values()))
+            target.commit(records)
+        opened = StoreSource(origin)
+        copied = CopyTarget(files, opened)
+        members = [member for array in opened.array_specs() for member in array.members]
+        plan = make_plan(opened, copied, states=members)
+        return opened, copied, replace(plan, digest=copied.digest)
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class NativeSubject(Subject):
     stages = (
         "claim", "data", "data_write", "before_done", "after_done", "move", "sweep", "commit.json",
@@ -205,5 +241,6 @@ def make_source(other: int) -> ArraySource:
 
 SUBJECTS: dict[str, type[ZarrSubject | NativeSubject]] = {
     "zarr": ZarrSubject,
+    "copy": CopySubject,
     "native": NativeSubject,
 }

@@ -15,7 +15,7 @@ from tests.engine.kill_subjects import SUBJECTS
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("name", "trials"), [("zarr", 6), ("native", 8)])
+@pytest.mark.parametrize(("name", "trials"), [("zarr", 6), ("copy", 4), ("native", 8)])
 def test_kill_matrix(name: str, trials: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.engine.kill_matrix"]
     done = subprocess.run(

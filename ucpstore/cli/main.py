@@ -11,6 +11,7 @@ import click
 from ucpstore import __version__, api
 from ucpstore.cli.environment import environment
 from ucpstore.cli.mappings import mapping_option, preset_descriptions, read_mapping
+from ucpstore.cli.moving import copy, gc, steps
 from ucpstore.cli.output import EXIT_FINDINGS, Output, options, side_option
 from ucpstore.cli.patterns import patterns as patterns_commands
 from ucpstore.cli.progress import Progress
@@ -51,7 +52,8 @@ def main() -> None:
     """
 
 
-main.add_command(patterns_commands)
+for _command in (patterns_commands, copy, steps, gc):
+    main.add_command(_command)
 
 _tag = click.option("--tag", help="Checkpoint tag; by default the one that 'latest' names.")
 _roots = click.option(
@@ -502,6 +504,7 @@ def load(
     "--against", metavar="URL", help="Also compare with this checkpoint, element by element."
 )
 @_roots
+@click.option("--quick", is_flag=True, help="Only list objects and compare sizes; read none.")
 @_patterns
 @mapping_option("the other checkpoint")
 @side_option("against")
@@ -512,6 +515,7 @@ def verify(
     roots: Sequence[str],
     against: str | None,
     against_options: dict[str, Any],
+    quick: bool,
     patterns: str | None,
     mappings: Sequence[str],
     output: Output,
@@ -524,6 +528,7 @@ def verify(
     result = api.verify(
         [url, *roots],
         against=against,
+        quick=quick,
         patterns=patterns,
         mapping=read_mapping(mappings),
         storage_options=own,

@@ -27,6 +27,7 @@ __all__ = [
     "EXIT_STORAGE",
     "Output",
     "options",
+    "parse_storage_options",
     "side_option",
 ]
 
@@ -171,14 +172,15 @@ def side_option(side: str) -> Callable[[Any], Any]:
         f"{side}_options",
         metavar="NAME=VALUE",
         multiple=True,
-        callback=_storage_options,
+        callback=parse_storage_options,
         help=f"As --storage-option, for {side.upper()} only; may be repeated.",
     )
 
 
-def _storage_options(
+def parse_storage_options(
     context: click.Context, option: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, Any]:
+    """``NAME=VALUE`` options of the command line; values are JSON where they can be."""
     found: dict[str, Any] = {}
     for text in values:
         name, separator, value = text.partition("=")
@@ -204,7 +206,7 @@ def options(command: Callable[..., None]) -> Callable[..., None]:
         "storage_options",
         metavar="NAME=VALUE",
         multiple=True,
-        callback=_storage_options,
+        callback=parse_storage_options,
         help="Option of the storage backend, in fsspec's words; may be repeated.",
     )
     @wraps(command)

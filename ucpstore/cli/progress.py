@@ -28,8 +28,9 @@ _LINE_SECONDS = 10.0
 class Progress:
     """A listener for engine events; a context manager."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Output, verb: str = "converting") -> None:
         self._output = output
+        self._verb = verb
         self._bar: Any = None
         self._task: Any = None
         self._total = self._done = self._tasks = self._tasks_done = self._resumed = 0
@@ -90,14 +91,14 @@ class Progress:
 
         console = Console(stderr=True, no_color=not self._output.color)
         self._bar = Bar(
-            TextColumn("converting"),
+            TextColumn(self._verb),
             BarColumn(),
             DownloadColumn(),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._bar.add_task("converting", total=self._total)
+        self._task = self._bar.add_task(self._verb, total=self._total)
         self._bar.start()
 
     def _advance(self, nbytes: int, tasks: int) -> None:

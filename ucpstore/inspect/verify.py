@@ -9,13 +9,15 @@ from typing import Any
 from ucpstore.contracts import Arrays, CommonState, Source, StateSpec
 from ucpstore.digest import digest_reads
 from ucpstore.engine.sizes import format_bytes
-from ucpstore.errors import CorruptSourceError, IntegrityError, Kind, NotFoundError
+from ucpstore.errors import CorruptSourceError, IntegrityError, Kind, NotFoundError, PlanError
 from ucpstore.inspect.diff import compare_common, compare_states
 from ucpstore.inspect.stream import all_states, block_bytes, in_parallel
 from ucpstore.layout.region import Region
+from ucpstore.store.completeness import Absence
+from ucpstore.store.source import StoreSource
 from ucpstore.text import printable
 
-__all__ = ["Finding", "Verification", "verify_source"]
+__all__ = ["Finding", "Verification", "verify_listing", "verify_source"]
 
 VERIFICATION_VERSION = "1.0"
 
@@ -52,6 +54,8 @@ class Verification:
     digests : int
         States whose recorded digest was recomputed.
     findings : tuple of Finding
+    quick : bool
+        Objects were only listed.
     """
 
     url: str
@@ -60,6 +64,7 @@ class Verification:
     nbytes: int
     digests: int
     findings: tuple[Finding, ...]
+    quick: bool = False
 
     @property
     def ok(self) -> bool:
@@ -83,6 +88,11 @@ class Verification:
         ]
         against = f", compared with {self.against}" if self.against else ""
         verdict = "nothing wrong" if self.ok else f"{len(self.findings)} findings"
+        if self.quick:
+            lines.append(
+                f"{self.url}: listed the objects of {self.states} states, read none: {verdict}"
+            )
+            return "\n".join(lines)
         lines.append(
             f"{self.url}: read {self.states} states, {format_bytes(self.nbytes)}; {self.digests} digests"
             f" recomputed{against}: {verdict}"
@@ -104,6 +114,9 @@ def verify_source(source: Source, *, against: Source | None = None) -> Verificat
     results = in_parallel(lambda unit: _check(source, against, *unit), units)
     if against is not None:
         results.append(_only_there(source, against, states))
+    if isinstance(source, StoreSource):
+        # Objects were read; of metadata, only plain Zarr would miss a document.
+        results.append([_absence(a) for a in source.absent_objects() if a.expected is None])
     return Verification(
         url=source.url,
         against=against.url if against else None,
@@ -112,6 +125,36 @@ def verify_source(source: Source, *, against: Source | None = None) -> Verificat
         digests=sum(len(members) for members, recorded in units if recorded is not None),
         findings=tuple(finding for findings in results for finding in findings),
     )
+
+
+def verify_listing(source: Source) -> Verification:
+    """Compare listings with what the root document names; see `ucpstore.api.verify`.
+
+    Raises
+    ------
+    PlanError
+        It is not one of our own checkpoints.
+    """
+    if not isinstance(source, StoreSource):
+        raise PlanError(
+            f"{source.url} is {source.format}: only the objects of ucpstore's own checkpoints can be"
+            " checked by listings (frameworks' files were, when it was opened).",
+            hint="Verify it without quick.",
+        )
+    return Verification(
+        url=source.url,
+        against=None,
+        states=sum(1 for _ in all_states(source)),
+        nbytes=0,
+        digests=0,
+        findings=tuple(map(_absence, source.absent_objects())),
+        quick=True,
+    )
+
+
+def _absence(absence: Absence) -> Finding:
+    kind = Kind.LOST_OBJECT if absence.nbytes is None else Kind.TRUNCATED
+    return Finding(absence.fqn, absence.state, str(kind), absence.message)
 
 
 def _only_there(

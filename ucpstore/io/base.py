@@ -6,7 +6,7 @@ Nothing here knows tensors. Names are relative, ``/``-separated and never leave 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ucpstore.errors import Kind, StorageError
@@ -30,12 +30,15 @@ class FileStat:
     modified : str
         The part of ``token`` that is the same on every host that sees the file, and in a copy that keeps
         times; empty where that is the token itself.
+    changed_at : float, optional
+        When the object was last written, in seconds since 1970 by the storage's own clock, where it tells.
     """
 
     name: str
     nbytes: int
     token: str
     modified: str = ""
+    changed_at: float | None = field(default=None, compare=False)
 
 
 class Sink(Protocol):

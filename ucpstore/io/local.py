@@ -456,7 +456,7 @@ class _RootDescriptor:
 
 def _file_stat(name: str, stat: os.stat_result) -> FileStat:
     modified = f"{stat.st_mtime_ns:x}"
-    return FileStat(name, stat.st_size, f"{modified}-{stat.st_ino:x}", modified)
+    return FileStat(name, stat.st_size, f"{modified}-{stat.st_ino:x}", modified, stat.st_mtime)
 
 
 def _is_temporary(name: str) -> bool:

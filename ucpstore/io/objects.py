@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import datetime
 import io
 import os
 import threading
@@ -67,9 +68,7 @@ class ObjectFiles(ABC):
         inner = folder_prefix(prefix)
         return sorted(
             (
-                FileStat(
-                    inner + entry["name"].removeprefix(base), entry["size"], self._token(entry)
-                )
+                self._file_stat(inner + entry["name"].removeprefix(base), entry)
                 for entry in entries
                 if entry["type"] == "file"
                 and entry["name"].startswith(base)
@@ -87,9 +86,7 @@ class ObjectFiles(ABC):
                 entry = self._info(path)
             except FileNotFoundError:
                 return None
-        return (
-            FileStat(name, entry["size"], self._token(entry)) if entry["type"] == "file" else None
-        )
+        return self._file_stat(name, entry) if entry["type"] == "file" else None
 
     def free_space(self) -> tuple[int, int] | None:
         """``None``: a bucket has no limit."""
@@ -215,6 +212,9 @@ class ObjectFiles(ABC):
                     client = self._clients[key] = make()
         return client
 
+    def _file_stat(self, name: str, entry: Mapping[str, Any]) -> FileStat:
+        return FileStat(name, entry["size"], self._token(entry), changed_at=_changed_at(entry))
+
     def _path(self, name: str) -> str:
         return f"{self.location.path}/{check_name(name)}"
 
@@ -293,6 +293,14 @@ class ObjectSink:
             url=self._files.url,
             name=self._name,
         )
+
+
+def _changed_at(entry: Mapping[str, Any]) -> float | None:
+    """Seconds since 1970, from what s3fs, gcsfs and fsspec's memory call it."""
+    found = entry.get("LastModified") or entry.get("mtime") or entry.get("created")
+    if isinstance(found, datetime.datetime):
+        return found.timestamp()
+    return float(found) if isinstance(found, int | float) else None
 
 
 class _Making:

@@ -88,6 +88,10 @@ class RemoteFiles(ObjectFiles):
         """Whether the user says that the store ignores conditions."""
         return bool(self.options.get("unsafe_commit"))
 
+    def s3(self) -> Any:
+        """The botocore client of this process."""
+        return self._client("botocore", lambda: s3_client(self.options))
+
     def _store(self) -> ts.KvStore:
         def make() -> ts.KvStore:
             check_fork(self.url)
@@ -108,7 +112,12 @@ class RemoteFiles(ObjectFiles):
             found = filesystem.call("GET", "b/{}/o/{}", bucket, key, json_out=True)
             return {"type": "file", **found, "size": int(found["size"])}
         head = filesystem.call_s3("head_object", Bucket=bucket, Key=key)
-        return {"type": "file", "size": head["ContentLength"], "ETag": head["ETag"]}
+        return {
+            "type": "file",
+            "size": head["ContentLength"],
+            "ETag": head["ETag"],
+            "LastModified": head.get("LastModified"),
+        }
 
     def _token(self, entry: Mapping[str, Any]) -> str:
         value = entry["ETag"] if self.location.scheme == "s3" else entry["generation"]
@@ -185,7 +194,7 @@ class RemoteFiles(ObjectFiles):
         elif only_if:
             request["IfMatch"] = f'"{expected}"'
         with fsspec_errors("write", self._show(name)):
-            client = self._client("botocore", lambda: s3_client(self.options))
+            client = self.s3()
             try:
                 answer = client.put_object(**request)
             except botocore.exceptions.ClientError as error:

@@ -25,7 +25,7 @@ from ucpstore.layout.region import Region
 from ucpstore.layout.tiles import BLOCK_BYTES, iter_blocks, iter_tiles
 from ucpstore.store.arrays import CRC_BYTES, ArraySpec
 
-__all__ = ["encode_object", "encoder_memory", "widen"]
+__all__ = ["encode_index", "encode_object", "encoder_memory", "widen"]
 
 Values = np.ndarray[Any, Any]
 Chunk = bytes | bytearray | memoryview
@@ -100,7 +100,7 @@ def encode_object(
         writer.add(values, first, plan)
     writer.flush()
     if array.sharded:
-        sink.write(_encode_index(array, array.object_tiles(index)))
+        sink.write(encode_index(array, array.object_tiles(index)))
     return merge(writer.partials)
 
 
@@ -223,7 +223,7 @@ def _fill(dtype: str) -> Any:
     return np.nan if kind == "f" else complex(np.nan, np.nan) if kind == "c" else 0
 
 
-def _encode_index(array: ArraySpec, tiles: tuple[int, ...]) -> list[Chunk]:
+def encode_index(array: ArraySpec, tiles: tuple[int, ...]) -> list[Chunk]:
     """Index, with its crc32c, of a shard that stores the first ``tiles`` chunks of every dim."""
     nbytes = array.tile_nbytes + CRC_BYTES
     index = np.full((*array.shard_grid, 2), _ABSENT, np.dtype("<u8"))

@@ -39,6 +39,7 @@ __all__ = [
     "check_root",
     "checksum",
     "child_documents",
+    "children_of_root",
     "read_hierarchy",
     "root_document",
 ]
@@ -85,12 +86,15 @@ class Hierarchy:
     parameters : mapping of str to ParameterSpec
         In the source's order.
     common : CommonState
+    nodes : sequence of str
+        Paths of all groups and arrays.
     """
 
     metadata: Mapping[str, Mapping[str, Any]]
     places: Mapping[tuple[str, str], Place]
     parameters: Mapping[str, ParameterSpec]
     common: CommonState
+    nodes: Sequence[str]
 
 
 def child_documents(
@@ -199,6 +203,22 @@ def _consolidated(document: bytes) -> bytes:
     )
 
 
+def children_of_root(document: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
+    """Path and ``zarr.json`` of every node, as `child_documents` wrote them, from a root document.
+
+    Parameters
+    ----------
+    document : mapping
+        The root document, parsed and checked (`check_root`).
+    """
+    for path, found in sorted(document["consolidated_metadata"]["metadata"].items()):
+        check_name(path)
+        node = {n: v for n, v in found.items() if (n, v) != ("storage_transformers", [])}
+        if node["node_type"] == "group":
+            node.pop("consolidated_metadata", None)
+        yield path, dump_json(node, f"{path}/zarr.json")
+
+
 def checksum(attributes: Mapping[str, Any], nodes: Iterable[tuple[str, Any]]) -> str:
     """Guards what no chunk's crc32c does: names, shapes, hyper-parameters, the whole common state.
 
@@ -279,7 +299,7 @@ def read_hierarchy(document: Mapping[str, Any], name: str) -> Hierarchy:
             name=name,
         ) from error
     tensors = {state: spec for (fqn, state), spec in states.items() if fqn == CommonState.FQN}
-    return Hierarchy(arrays, places, parameters, CommonState(common, tensors))
+    return Hierarchy(arrays, places, parameters, CommonState(common, tensors), tuple(nodes))
 
 
 def _described(attributes: Mapping[str, Any]) -> list[_Described]:

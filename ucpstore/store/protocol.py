@@ -31,15 +31,27 @@ class CommitLog(ClaimLog):
     ignored = frozenset({ROOT})
 
     def write_root(self, document: bytes) -> None:
-        """Commit. Only under a seal, with every other document of the checkpoint durable."""
+        """Commit. Only under a seal, with every other document of the checkpoint durable.
+
+        Raises
+        ------
+        AlreadyExistsError
+            The seal is no longer the last claim: the checkpoint was committed by somebody else and has
+            been deleted since (``ABANDONED``).
+        """
+        self.check(cached=False)
         if self._files.create(ROOT, document) or self.committed():
             return
         # What is there is the empty group that was there when the plan began; only writers of this
         # plan's bytes get here, because the claim is sealed.
         self._files.write(ROOT, document)
 
+    def _attributes(self) -> RootAttributes | None:
+        """What the root says, where it is a commit."""
+        return _attributes(read_root(self._files), self._files.url)
+
     def _is_visible(self) -> bool:
-        return _attributes(read_root(self._files), self._files.url) is not None
+        return self._attributes() is not None
 
     def _committed(self, digest: str) -> bool:
         document = read_root(self._files)

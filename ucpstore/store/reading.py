@@ -89,7 +89,7 @@ class ArrayReader:
             out[...] = values.view(out.dtype.newbyteorder("="))
             return
         view = out.view(stored)
-        if self._near and self._is_plain(array):
+        if self._near and self.is_own_encoding(array):
             self._blocks.read(array, region, view, what=what, **context)
         else:
             reader, document = self._tensorstore(), self._document(array)
@@ -116,7 +116,7 @@ class ArrayReader:
     def _document(self, array: ArraySpec) -> Mapping[str, Any]:
         return self._metadata.get(array.path) or array.metadata()
 
-    def _is_plain(self, array: ArraySpec) -> bool:
+    def is_own_encoding(self, array: ArraySpec) -> bool:
         """Whether the array is encoded as we do it; TensorStore knows other codecs, too."""
         plain = self._plain.get(array.path)
         if plain is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ucpstore.claims import COMMIT
+from ucpstore.claims import COMMIT, DELETION
 from ucpstore.contracts import (
     Arrays,
     CommonState,
@@ -17,6 +17,8 @@ from ucpstore.contracts import (
 )
 from ucpstore.errors import (
     CheckpointNotFoundError,
+    IntegrityError,
+    Kind,
     LayoutError,
     ParameterNotFoundError,
     UncommittedError,
@@ -27,6 +29,7 @@ from ucpstore.io.base import Files
 from ucpstore.layout.region import Region
 from ucpstore.layout.rules import Patterns
 from ucpstore.store.arrays import ArraySpec
+from ucpstore.store.completeness import Absence, absent_objects, require_objects
 from ucpstore.store.documents import FORMAT, ROOT, RootAttributes, load_json, root_attributes
 from ucpstore.store.hierarchy import Place, check_root, read_hierarchy
 from ucpstore.store.protocol import current_claim, read_root
@@ -80,6 +83,7 @@ class StoreSource:
         self.parallelism: Mapping[str, Any] = parallelism if isinstance(parallelism, dict) else {}
         self.warnings: Sequence[str] = _unused(patterns, self.parameters)
         self._metadata = hierarchy.metadata
+        self._nodes = hierarchy.nodes
         self._places = hierarchy.places
         self._root: list[SourceFile] | None = None
         self._reader = ArrayReader(files, hierarchy.metadata)
@@ -100,6 +104,42 @@ class StoreSource:
         stat = self._files.stat(ROOT)
         return [SourceFile(ROOT, -1, "") if stat is None else SourceFile.of(stat)]
 
+    @property
+    def storage(self) -> Files:
+        """The checkpoint's folder."""
+        return self._files
+
+    def absent_objects(self) -> list[Absence]:
+        """Objects that the root names and listings do not show, or show with another size."""
+        return absent_objects(self._files, self._nodes, self._metadata)
+
+    def object_names(self) -> set[str]:
+        """Names of all objects and documents below the root."""
+        names = {f"{path}/{ROOT}" for path in self._nodes}
+        for array in self.array_specs():
+            names.update(map(array.object_key, range(array.num_objects)))
+        return names
+
+    def require_objects(self) -> None:
+        """Refuse a checkpoint that lacks objects: two listings, nothing is read.
+
+        Raises
+        ------
+        IntegrityError
+            Kind ``LOST_OBJECT``.
+        """
+        require_objects(self.url, self.absent_objects())
+
+    def is_own_encoding(self, array: ArraySpec) -> bool:
+        """Whether the array's objects are as `ucpstore.store.encoder` writes them."""
+        return self._reader.is_own_encoding(array)
+
+    def array_specs(self) -> list[ArraySpec]:
+        """All stored arrays, sorted by path."""
+        return [
+            ArraySpec.from_metadata(path, self._metadata[path]) for path in sorted(self._metadata)
+        ]
+
     def read(
         self, fqn: str, state: str, region: Region, out: Arrays, *, compare: bool = False
     ) -> None:
@@ -108,7 +148,8 @@ class StoreSource:
         Raises
         ------
         IntegrityError
-            An object is lost (``LOST_OBJECT``) or damaged (``CHECKSUM``).
+            An object is lost (``LOST_OBJECT``) or damaged (``CHECKSUM``), or the whole checkpoint was
+            deleted since it was opened (``DELETED``).
         """
         spec = self._spec(fqn, state)
         if not Region.full(spec.shape).contains(region) or out.shape != region.sizes:
@@ -124,7 +165,12 @@ class StoreSource:
         what = f"cannot read {fqn!r} ({state})"
         if place.member is not None:
             region, out = _in_stack(region, place.member), out[None]
-        self._reader.read(array, region, out, what=what, fqn=fqn, state=state)
+        try:
+            self._reader.read(array, region, out, what=what, fqn=fqn, state=state)
+        except IntegrityError as error:
+            if error.kind == Kind.LOST_OBJECT and self._files.stat(ROOT) is None:
+                raise self._deleted(what, fqn=fqn, state=state) from error
+            raise
 
     def cuts(self, fqn: str, state: str) -> tuple[tuple[int, ...], ...]:
         """Shard borders: they are where the source's slices were cut, or lie within one slice."""
@@ -189,6 +235,15 @@ class StoreSource:
         """The whole checkpoint as a read-only group of zarr-python."""
         return zarr_group(self._files)
 
+    def _deleted(self, what: str, **context: Any) -> IntegrityError:
+        return IntegrityError(
+            f"{what}: {self.url} was deleted after it was opened; its root document is gone, too.",
+            kind=Kind.DELETED,
+            hint="Open another checkpoint of the run.",
+            url=self.url,
+            **context,
+        )
+
     def _array(self, fqn: str, state: str) -> tuple[ArraySpec, Place]:
         place = self._places[fqn, state]
         return ArraySpec.from_metadata(place.path, self._metadata[place.path]), place
@@ -231,6 +286,12 @@ def _open_root(files: Files) -> tuple[RootAttributes, Mapping[str, Any]]:
         if attributes is not None:
             return attributes, document
     number, claim = current_claim(files)
+    if claim is not None and claim.plan_digest == DELETION:
+        raise UncommittedError(
+            f"{files.url} is being deleted: a gc removed its root document.",
+            hint="Open another checkpoint of the run.",
+            url=files.url,
+        )
     if number:
         found = "was abandoned" if claim is None or claim.plan_digest is None else "is unfinished"
         raise UncommittedError(
