@@ -58,12 +58,13 @@ def copy(
 
     SOURCE may be a run. Interrupted or killed? The same command again continues.
     """
+    of_source, of_dest = output.options_of((source, source_options), (dest, dest_options))
     with Progress(output, "copying") as progress:
         report = moving.copy(
             source,
             dest,
-            source_options={**output.storage_options, **source_options},
-            dest_options={**output.storage_options, **dest_options},
+            source_options=of_source,
+            dest_options=of_dest,
             on_event=progress,
             **request,
         )
