@@ -17,11 +17,8 @@ from ucpstore.errors import UcpStoreError
 if TYPE_CHECKING:
     from ucpstore.api import (
         abandon,
-        check_patterns,
         convert,
         diff,
-        explain_patterns,
-        infer_patterns,
         load,
         open,  # noqa: A004
         plan,
@@ -31,6 +28,7 @@ if TYPE_CHECKING:
     from ucpstore.checkpoint import Checkpoint, LazyTensor, Parameter
     from ucpstore.engine.plan import Plan
     from ucpstore.engine.run import Report
+    from ucpstore.inferring import check_patterns, explain_patterns, infer_patterns
     from ucpstore.layout.parallel import Layout
     from ucpstore.layout.rules import Patterns
     from ucpstore.mapping import Mapping
@@ -55,14 +53,14 @@ _HOME = {
     "Report": "ucpstore.engine.run",
     "Transfer": "ucpstore.rankstate",
     "abandon": "ucpstore.api",
-    "check_patterns": "ucpstore.api",
+    "check_patterns": "ucpstore.inferring",
     "convert": "ucpstore.api",
     "copy": "ucpstore.moving",
     "deepspeed_parts": "ucpstore.parts.deepspeed",
     "diff": "ucpstore.api",
-    "explain_patterns": "ucpstore.api",
+    "explain_patterns": "ucpstore.inferring",
     "gc": "ucpstore.moving",
-    "infer_patterns": "ucpstore.api",
+    "infer_patterns": "ucpstore.inferring",
     "load": "ucpstore.api",
     "open": "ucpstore.api",
     "plan": "ucpstore.api",

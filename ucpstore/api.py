@@ -5,53 +5,38 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from ucpstore.checkpoint import Checkpoint
 from ucpstore.claims import COMMIT
-from ucpstore.contracts import Format, Source
-from ucpstore.engine.plan import Plan, make_plan
+from ucpstore.engine.plan import Plan
 from ucpstore.engine.run import Report, Workers, nothing_to_do, run
 from ucpstore.engine.sizes import parse_bytes
 from ucpstore.engine.worker import Settings
 from ucpstore.errors import (
-    CheckpointNotFoundError,
-    NotFoundError,
     PlanError,
-    UnrecognizedSourceError,
     listing,
 )
 from ucpstore.events import Listener
-from ucpstore.io import Url, open_files, open_roots, root_urls
-from ucpstore.io.base import Files
-from ucpstore.io.serverside import same_storage
-from ucpstore.io.union import UnionFiles
-from ucpstore.io.urls import parse_url
+from ucpstore.io import Url, open_files, open_roots
 from ucpstore.layout.parallel import Layout
 from ucpstore.layout.rules import Patterns
+from ucpstore.opening import Rules, Urls, formats, make_view, open_source
+from ucpstore.request import SAME_LAYOUT, Request, open_job, require_objects
 
 if TYPE_CHECKING:
-    from ucpstore.formats.deepspeed.writer import DeepSpeedTarget
     from ucpstore.inspect.diff import Diff
-    from ucpstore.inspect.infer import Explanation, Inference, PatternCheck
     from ucpstore.inspect.verify import Verification
     from ucpstore.mapping import Mapping as NameMapping
     from ucpstore.parts.held import Held
     from ucpstore.rankstate import Into, RankState
-    from ucpstore.store.target import ZarrTarget
 
 __all__ = [
     "abandon",
-    "check_patterns",
     "convert",
     "diff",
-    "explain_patterns",
-    "find_checkpoint",
     "formats",
-    "infer_patterns",
     "load",
     "open",
     "plan",
@@ -61,17 +46,6 @@ __all__ = [
 
 DEFAULT_MEMORY_LIMIT = 2 << 30
 """Bytes that tasks in flight may need together, where the caller gives no limit."""
-
-Urls = Url | Sequence[Url]
-"""One root, or several among which the files of one checkpoint are spread."""
-Rules = Patterns | str | os.PathLike[str]
-"""Patterns, the path of a TOML or JSON file, or the name of a preset."""
-
-
-def formats() -> dict[str, Format]:
-    """Installed framework formats by name (entry-point group ``ucpstore.formats``)."""
-    found = {point.name: point.load() for point in entry_points(group="ucpstore.formats")}
-    return dict(sorted(found.items()))
 
 
 def open(  # noqa: A001
@@ -128,267 +102,12 @@ def open(  # noqa: A001
     >>> checkpoint["model.norm.weight"].fp32[:4]                         # doctest: +SKIP
     """
     files = open_roots(url, storage_options)
-    view = _View(Patterns.of(patterns), _checked(mapping))
+    view = make_view(patterns, mapping, None)
     if step is not None:
         if tag is not None:
             raise PlanError(f"cannot open {files.url}: give step= or tag=, not both.")
         tag = str(step)
-    return Checkpoint(_open_source(files, format, tag, view))
-
-
-@dataclass(frozen=True)
-class _View:
-    """How a source is to be read: rules for its ranks, and the names and shapes to show it with."""
-
-    patterns: Patterns = field(default_factory=Patterns)
-    mapping: NameMapping | None = None
-    unfreeze: tuple[tuple[str, int], ...] = ()
-
-
-def _open_source(files: Files, name: str, tag: str | None, view: _View) -> Source:
-    """Open, and look through the mapping."""
-    if name == "auto":
-        files, tag, format_ = _in_run(files, tag)
-    else:
-        format_ = _format_of(files, name)
-    source = format_.open(files, tag=tag, patterns=view.patterns)
-    if view.mapping is not None:
-        from ucpstore.mapped import map_source
-
-        source = map_source(source, view.mapping)
-    if view.unfreeze:
-        from ucpstore.unfrozen import UnfrozenSource
-
-        source = UnfrozenSource(source, view.unfreeze)
-    return source
-
-
-def _view(
-    patterns: Rules | None, mapping: NameMapping | None, unfreeze: Mapping[str, int] | None
-) -> _View:
-    from ucpstore.unfrozen import checked_unfreeze
-
-    return _View(Patterns.of(patterns), _checked(mapping), checked_unfreeze(unfreeze))
-
-
-def _in_run(files: Files, tag: str | None) -> tuple[Files, str | None, Format]:
-    """The format at the files; in a run of our own checkpoints, that of the step ``tag`` or the latest."""
-    try:
-        return files, tag, _format_of(files, "auto")
-    except UnrecognizedSourceError:
-        from ucpstore.runs.listing import find_step, open_folder
-
-        folder = find_step(files, tag)
-        if folder is None:
-            raise
-        inner = open_folder(files, folder)
-        return inner, None, _format_of(inner, "auto")
-
-
-def find_checkpoint(files: Files, *, tag: str | None = None) -> Files:
-    """Where a checkpoint of our own lies: at the files, or in the run that they are."""
-    from ucpstore.runs.listing import find_step, open_folder
-    from ucpstore.store.source import StoreFormat
-
-    if tag is None and StoreFormat().detect(files).matches:
-        return files
-    folder = find_step(files, tag)
-    if folder is not None:
-        return open_folder(files, folder)
-    if tag is not None:
-        raise CheckpointNotFoundError(
-            f"{files.url} is not a run of ucpstore checkpoints: found tag {tag!r}, expected none.",
-            url=files.url,
-        )
-    return files
-
-
-def _checked(mapping: NameMapping | None) -> NameMapping | None:
-    if mapping is None:
-        return None
-    from ucpstore.mapping import Mapping as NameMapping
-
-    if not isinstance(mapping, NameMapping):
-        raise PlanError(
-            f"cannot map with {mapping!r:.80}: found {type(mapping).__name__}, expected a ucpstore.Mapping.",
-            hint="Read a file with ucpstore.Mapping.load.",
-        )
-    return mapping
-
-
-def _format_of(files: Files, name: str) -> Format:
-    """The format of this name, or the first that recognises the files (our own first)."""
-    from ucpstore.store.source import StoreFormat
-
-    own = StoreFormat()
-    known: dict[str, Format] = {own.name: own, **formats()}
-    if isinstance(files, UnionFiles):
-        del known[own.name]  # a store is what lies under its root document
-    if name != "auto":
-        if name not in known:
-            raise NotFoundError(
-                f"no format {name!r}: installed are {', '.join(known)}.", format=name
-            )
-        return known[name]
-    seen = []
-    for format_ in known.values():
-        detection = format_.detect(files)
-        if detection.matches:
-            return format_
-        seen.append(f"{format_.name}: {detection.evidence}")
-    if files.is_local and os.path.isfile(files.url):
-        raise UnrecognizedSourceError(
-            f"{files.url} is a file, expected the folder of a checkpoint.",
-            hint="Give the folder that the framework's save wrote.",
-            url=files.url,
-        )
-    if not files.list(recursive=False) and not files.folders():
-        raise CheckpointNotFoundError(f"nothing is at {files.url}.", url=files.url)
-    raise UnrecognizedSourceError(
-        f"{files.url} is no checkpoint that is known here: {'; '.join(seen)}.",
-        hint="Give the folder that the framework's save wrote (DeepSpeed: the one with 'latest'), or format=.",
-        url=files.url,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """Everything that decides a conversion, checked, so that a worker process can open it again."""
-
-    source: tuple[str, ...]
-    dest: str
-    layout: Layout | None
-    format: str
-    tag: str | None
-    states: tuple[str, ...] | None
-    only: tuple[str, ...] | None
-    exclude: tuple[str, ...] | None
-    source_options: Mapping[str, Any] = field(repr=False)
-    dest_options: Mapping[str, Any] = field(repr=False)
-    view: _View
-
-    @classmethod
-    def of(
-        cls,
-        source: Urls,
-        dest: Url,
-        *,
-        to: str,
-        layout: Layout | None,
-        patterns: Rules | None,
-        mapping: NameMapping | None,
-        unfreeze: Mapping[str, int] | None,
-        format: str,  # noqa: A002
-        tag: str | None,
-        states: Sequence[str] | None,
-        only: Sequence[str] | None,
-        exclude: Sequence[str] | None,
-        source_options: Mapping[str, Any] | None,
-        dest_options: Mapping[str, Any] | None,
-    ) -> _Request:
-        """What `convert` and `plan` were asked for."""
-        _check_target(to, layout, {"states": states, "only": only, "exclude": exclude})
-        if unfreeze is not None and to != "deepspeed":
-            raise PlanError(
-                "unfreeze is for the run that loads a native checkpoint: give it with to='deepspeed'."
-            )
-        return cls(
-            # In full: a worker process may have another working directory.
-            source=root_urls(source),
-            dest=parse_url(dest).url,
-            layout=layout,
-            format=format,
-            tag=tag,
-            view=_view(patterns, mapping, unfreeze),
-            states=_names("states", states),
-            only=_names("only", only),
-            exclude=_names("exclude", exclude),
-            source_options=dict(source_options or {}),
-            dest_options=dict(dest_options or {}),
-        )
-
-    def open(self, *, ranks: bool = False) -> tuple[Plan, Source, ZarrTarget | DeepSpeedTarget]:
-        """Open the source, lay out the target and plan; reads metadata only.
-
-        With ``ranks`` the plan of a native target lists which rank will hold which parts.
-        """
-        origin = open_roots(self.source, self.source_options)
-        source = _open_source(origin, self.format, self.tag, self.view)
-        files = open_files(self.dest, self.dest_options)
-        if same_storage(origin, files):
-            _refuse_inside(source, files)
-        if self.layout is not None:
-            return self._open_native(source, files, self.layout, ranks=ranks)
-        return self._open_zarr(source, files)
-
-    def _open_native(
-        self, source: Source, files: Files, layout: Layout, *, ranks: bool
-    ) -> tuple[Plan, Source, DeepSpeedTarget]:
-        from ucpstore.formats.deepspeed.writer import DeepSpeedTarget, same_layout
-
-        rules = self.view.patterns
-        target = DeepSpeedTarget(files, source, layout, rules)
-        warnings = [*target.warnings]
-        changed = self.view.mapping is not None or self.view.unfreeze
-        if not changed and len(self.source) == 1 and same_layout(source, layout, rules):
-            warnings.append(_SAME_LAYOUT)
-        plan = make_plan(
-            source,
-            target,
-            states=target.states,
-            free_space=files.free_space(),
-            layout=target.layout() if ranks else layout.to_json(),
-            warnings=warnings,
-        )
-        return plan, source, target
-
-    def _open_zarr(self, source: Source, files: Files) -> tuple[Plan, Source, ZarrTarget]:
-        from ucpstore.store.grid import plan_arrays
-        from ucpstore.store.target import ZarrTarget
-
-        arrays = plan_arrays(source, states=self.states, only=self.only, exclude=self.exclude)
-        target = ZarrTarget(files, arrays, source=source, step=_step(source))
-        members = [member for array in arrays for member in array.members]
-        return (
-            make_plan(source, target, states=members, free_space=files.free_space()),
-            source,
-            target,
-        )
-
-
-def _require_objects(source: Source) -> None:
-    """Refuse a store that lacks objects before anything is written; formats of frameworks did so on opening."""
-    from ucpstore.store.source import StoreSource
-
-    if isinstance(source, StoreSource):
-        source.require_objects()
-
-
-def _refuse_inside(source: Source, dest: Files) -> None:
-    """A store is what its root document says; nothing else may be written into it."""
-    inside = f"{dest.url}/".startswith(f"{source.url.rstrip('/')}/")
-    if inside and source.format == "ucpstore":
-        raise PlanError(
-            f"{dest.url} is inside the source {source.url}, expected a destination outside of it.",
-            hint="Choose another destination.",
-        )
-
-
-def _step(source: Source) -> int | None:
-    """The training step, where the source counts steps."""
-    counters = source.common.document.get("counters")
-    step = counters.get("global_steps") if isinstance(counters, Mapping) else None
-    return step if type(step) is int else None
-
-
-_SAME_LAYOUT = (
-    "the source has this layout already: DeepSpeed loads it as it is, and convert would do nothing."
-)
-
-
-def _open_job(request: _Request) -> tuple[str, Source, ZarrTarget | DeepSpeedTarget]:
-    found, source, target = request.open()
-    return found.digest, source, target
+    return Checkpoint(open_source(files, format, tag, view))
 
 
 def plan(
@@ -415,7 +134,7 @@ def plan(
     Plan
         ``summary()`` for people, ``to_json()`` for programs.
     """
-    request = _Request.of(
+    request = Request.of(
         source,
         dest,
         to=to,
@@ -432,42 +151,6 @@ def plan(
         dest_options=dest_options,
     )
     return request.open(ranks=True)[0]
-
-
-def _check_target(
-    to: str, layout: Layout | None, selection: Mapping[str, Sequence[str] | None]
-) -> None:
-    """Whether what is asked for is something that can be written."""
-    if to == "zarr":
-        if layout is not None:
-            raise PlanError(
-                "a Zarr hierarchy has no layout of ranks: give layout= with to='deepspeed'."
-            )
-        return
-    if to != "deepspeed":
-        raise PlanError(f"cannot convert to {to!r}: expected 'zarr' or 'deepspeed'.")
-    if not isinstance(layout, Layout):
-        raise PlanError(
-            f"cannot convert to deepspeed with layout={layout!r}: expected a Layout.",
-            hint="Say how the run will be spread, such as Layout(dp=2, zero_stage=3).",
-        )
-    chosen = [name for name, names in selection.items() if names is not None]
-    if chosen:
-        raise PlanError(
-            f"cannot convert a selection ({', '.join(chosen)}) to deepspeed: it loads whole models only."
-        )
-
-
-def _names(option: str, names: Sequence[str] | None) -> tuple[str, ...] | None:
-    if names is None:
-        return None
-    found = (names,) if isinstance(names, str) else tuple(names)
-    for name in found:
-        if not isinstance(name, str):
-            raise PlanError(
-                f"cannot select {option}={name!r}: found {type(name).__name__}, expected names."
-            )
-    return found
 
 
 def convert(
@@ -574,7 +257,7 @@ def convert(
     chosen = Workers(
         executor=executor, workers=workers, threads=threads, share=share, memory_limit=limit
     )
-    request = _Request.of(
+    request = Request.of(
         source,
         dest,
         to=to,
@@ -596,21 +279,21 @@ def convert(
             request, node, timeout=timeout, workers=chosen, settings=settings, emit=on_event
         )
     found, opened, target = request.open()
-    if _SAME_LAYOUT in found.warnings:
+    if SAME_LAYOUT in found.warnings:
         return nothing_to_do(opened, found)
-    _require_objects(opened)
+    require_objects(opened)
     return run(
         (opened, target),
         found,
         workers=chosen,
-        opener=partial(_open_job, request),
+        opener=partial(open_job, request),
         settings=settings,
         emit=on_event,
     )
 
 
 def _convert_node(
-    request: _Request,
+    request: Request,
     node: tuple[int, int],
     *,
     timeout: float,
@@ -641,7 +324,7 @@ def _convert_node(
     own = open_roots(request.source, request.source_options)
     nodes = meet(own, dest, node=node, tag=request.tag, timeout=timeout)
     source = DeepSpeedFormat().open(nodes.files, tag=request.tag, patterns=request.view.patterns)
-    plan_, _, target = request._open_zarr(source, dest)
+    plan_, _, target = request.open_zarr(source, dest)
     rank, count = node
     return run_parts(
         (source, target),
@@ -719,8 +402,8 @@ def load(
     from ucpstore.formats.deepspeed.recipe import make_recipe
     from ucpstore.rankstate import RankState
 
-    view = _view(patterns, mapping, unfreeze)
-    source = _open_source(open_roots(url, storage_options), format, tag, view)
+    view = make_view(patterns, mapping, unfreeze)
+    source = open_source(open_roots(url, storage_options), format, tag, view)
     recipe = make_recipe(source, layout, view.patterns)
     state = RankState(
         source,
@@ -915,115 +598,3 @@ def diff(
         open(left, patterns=rules, mapping=mapping, storage_options=left_options).source,
         open(right, patterns=rules, storage_options=right_options).source,
     )
-
-
-def _open_ranks(
-    url: Urls,
-    patterns: Rules | None,
-    format_: str,
-    tag: str | None,
-    storage_options: Mapping[str, Any] | None,
-) -> tuple[list[Source], Patterns]:
-    """What every tensor-parallel rank holds, and the rules in force: the given ones, then the checkpoint's."""
-    files = open_roots(url, storage_options)
-    opener = partial(
-        _format_of(files, format_).open, files, tag=tag, patterns=Patterns.of(patterns)
-    )
-    first = opener(rank=0)
-    degree = first.parallelism.get("tp", 1)
-    sources = [first, *(opener(rank=rank) for rank in range(1, degree))]
-    recorded = first.common.document.get("patterns")
-    return sources, Patterns() if recorded is None else Patterns.from_json(recorded)
-
-
-def infer_patterns(
-    url: Urls,
-    *,
-    patterns: Rules | None = None,
-    format: str = "auto",  # noqa: A002
-    tag: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Inference:
-    """Infer how parameters lie on tensor-parallel ranks, where the checkpoint does not say it.
-
-    Shapes, names, the sizes of a layer's matrices, presets and contents (read until the ranks differ) are the
-    evidence. What they leave open is not decided: it is among the result's ``questions``.
-
-    Parameters
-    ----------
-    url, format, tag, storage_options
-        As for `open`.
-    patterns : Patterns, path or str, optional
-        Rules that are known already, beside those that the checkpoint records.
-
-    Returns
-    -------
-    Inference
-        ``patterns`` for `open` and `convert`; ``toml()`` is the text to edit.
-    """
-    from ucpstore.inspect.infer import infer_sources
-
-    sources, known = _open_ranks(url, patterns, format, tag, storage_options)
-    return infer_sources(sources, known=known)
-
-
-def explain_patterns(
-    url: Urls,
-    names: Sequence[str] = (),
-    *,
-    patterns: Rules | None = None,
-    format: str = "auto",  # noqa: A002
-    tag: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Explanation:
-    """Say why parameters are taken to lie on tensor-parallel ranks as they do.
-
-    Parameters
-    ----------
-    url, format, tag, storage_options
-        As for `open`.
-    names : sequence of str
-        Fully qualified names; by default all.
-    patterns : Patterns, path or str, optional
-        Rules that count before those that the checkpoint records.
-
-    Returns
-    -------
-    Explanation
-        Per parameter the rule in force, where it comes from, shapes, evidence and how sure it is.
-
-    Raises
-    ------
-    ParameterNotFoundError
-    """
-    from ucpstore.inspect.infer import explain_sources
-
-    sources, known = _open_ranks(url, patterns, format, tag, storage_options)
-    return explain_sources(sources, names, known=known)
-
-
-def check_patterns(
-    url: Urls,
-    patterns: Rules | None = None,
-    *,
-    format: str = "auto",  # noqa: A002
-    tag: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> PatternCheck:
-    """Try rules on a checkpoint: names, shapes, and copies bit by bit. All findings are collected.
-
-    Parameters
-    ----------
-    url, format, tag, storage_options
-        As for `open`.
-    patterns : Patterns, path or str, optional
-        These rules and no others; by default those that the checkpoint records.
-
-    Returns
-    -------
-    PatternCheck
-    """
-    from ucpstore.inspect.infer import check_sources
-
-    sources, recorded = _open_ranks(url, None, format, tag, storage_options)
-    return check_sources(sources, recorded if patterns is None else Patterns.of(patterns))

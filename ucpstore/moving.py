@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucpstore.api import DEFAULT_MEMORY_LIMIT, find_checkpoint, formats
+from ucpstore.api import DEFAULT_MEMORY_LIMIT
 from ucpstore.engine.plan import Plan, make_plan
 from ucpstore.engine.run import Report, Workers, run
 from ucpstore.engine.sizes import parse_bytes
@@ -20,6 +20,7 @@ from ucpstore.io import Url, open_files
 from ucpstore.io.rate import RateLimit
 from ucpstore.io.serverside import same_storage
 from ucpstore.io.urls import parse_url
+from ucpstore.opening import find_checkpoint, formats
 
 if TYPE_CHECKING:
     from ucpstore.runs.gc import Swept

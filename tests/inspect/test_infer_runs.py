@@ -14,7 +14,7 @@ from tests.deepspeed_runs import CASES, PIPELINE_CASES, Run, copy_run, deepspeed
 from tests.formats.deepspeed import test_pipeline
 from tests.formats.deepspeed.synthetic import edit
 from tests.formats.deepspeed.test_real_runs import bits, read, truth_of
-from ucpstore import api
+from ucpstore import inferring
 from ucpstore.errors import PatternError
 from ucpstore.formats.deepspeed import FORMAT
 from ucpstore.inspect.infer.known import alike
@@ -58,7 +58,7 @@ def true_pattern(run: Run, fqn: str) -> Pattern:
 def test_inferred_rules_open_the_run(stripped: Run, tmp_path: Path) -> None:
     with pytest.raises(PatternError):
         FORMAT.open(open_files(str(stripped.path)))
-    found = api.infer_patterns(stripped.path)
+    found = inferring.infer_patterns(stripped.path)
     for one in found.proposals:
         for name in one.parameters:
             true = true_pattern(stripped, name)
@@ -70,7 +70,7 @@ def test_inferred_rules_open_the_run(stripped: Run, tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
     file.write_text(found.toml())
     patterns = Patterns.read(file) + answers
-    assert api.check_patterns(stripped.path, patterns).ok
+    assert inferring.check_patterns(stripped.path, patterns).ok
     source = FORMAT.open(open_files(str(stripped.path)), patterns=patterns)
     for fqn, state, truth in truths(stripped):
         assert bits(read(source, fqn, state)) == bits(truth)
@@ -79,7 +79,7 @@ def test_inferred_rules_open_the_run(stripped: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stripped", [n for n in RUNS if n in CASES], indirect=True)
 def test_llamas_leave_nothing_open(stripped: Run) -> None:
     """What AutoTP cuts is certain; that a trained embedding is whole is likely, as no name says it."""
-    found = api.infer_patterns(stripped.path)
+    found = inferring.infer_patterns(stripped.path)
     assert not found.questions
     likely = [n for one in found.proposals for n in one.parameters if one.confidence == "likely"]
     assert likely == ["model.embed_tokens.weight"]
@@ -91,7 +91,7 @@ def test_heads_that_stay_together_are_seen_in_uneven_widths(tmp_path: Path) -> N
     """Three key-value heads of four rows on two ranks: on three ranks one each."""
     run = copy_run(deepspeed_run("tp2-uneven-s1-fp32-dp2"), tmp_path)
     strip(run)
-    patterns = api.infer_patterns(run.path).patterns
+    patterns = inferring.infer_patterns(run.path).patterns
     at = "model.layers.0.self_attn."
     for name, shape, units in (
         ("k_proj.weight", (12, 24), ((4, 24),) * 3),
@@ -104,7 +104,7 @@ def test_heads_that_stay_together_are_seen_in_uneven_widths(tmp_path: Path) -> N
 
 def test_complete_information_agrees_with_the_inference() -> None:
     run = deepspeed_run("tp2-s1-fp32-dp2")
-    found = api.explain_patterns(run.path)
+    found = inferring.explain_patterns(run.path)
     assert found.ok
     assert {one.fqn: one.pattern for one in found.parameters} == {
         fqn: true_pattern(run, fqn) for fqn in run.facts["tp_dims"]
@@ -112,7 +112,7 @@ def test_complete_information_agrees_with_the_inference() -> None:
     for one in found.parameters:
         assert one.whole == run.full("fp32", one.fqn).shape
         assert one.origin != "inferred"
-    assert api.check_patterns(run.path).ok
+    assert inferring.check_patterns(run.path).ok
 
 
 def test_incomplete_information_is_completed(tmp_path: Path) -> None:
@@ -128,13 +128,13 @@ def test_incomplete_information_is_completed(tmp_path: Path) -> None:
     for path in run.tag_path.glob("*.pt"):
         edit(path, alter)
     assert ucpstore.open(run.path)["model.layers.0.mlp.down_proj.weight"].fp32.shape == (48, 18)
-    found = api.infer_patterns(run.path)
+    found = inferring.infer_patterns(run.path)
     assert not found.questions
     assert found.covered
     source = FORMAT.open(open_files(str(run.path)), patterns=found.patterns)
     for fqn, state, truth in truth_of(run):
         assert bits(read(source, fqn, state)) == bits(truth)
-    explained = api.explain_patterns(run.path, ["model.layers.0.mlp.down_proj.weight"])
+    explained = inferring.explain_patterns(run.path, ["model.layers.0.mlp.down_proj.weight"])
     assert not explained.ok
     assert "evidence shard(1)" in explained.parameters[0].problem
 
@@ -148,7 +148,7 @@ def test_copies_that_drifted_are_found_with_their_place(tmp_path: Path) -> None:
 
     for path in run.tag_path.glob("zero_pp_rank_*_mp_rank_01_optim_states.pt"):
         edit(path, nudge)
-    found = api.check_patterns(run.path)
+    found = inferring.check_patterns(run.path)
     assert {one.kind for one in found.findings} == {"replicas_differ"}
     vectors = [n for n, dim in run.facts["tp_dims"].items() if "norm" in n and dim is None]
     assert {one.subject for one in found.findings} == set(vectors)
@@ -157,5 +157,7 @@ def test_copies_that_drifted_are_found_with_their_place(tmp_path: Path) -> None:
         found.findings[0].message
     )
     strip(run)
-    asked = {name for one in api.infer_patterns(run.path).questions for name in one.parameters}
+    asked = {
+        name for one in inferring.infer_patterns(run.path).questions for name in one.parameters
+    }
     assert asked == set(vectors)

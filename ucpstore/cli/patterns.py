@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ucpstore import api
+from ucpstore import inferring
 from ucpstore.cli.output import EXIT_FINDINGS, Output, options
 from ucpstore.errors import Kind, StorageError
 
@@ -56,7 +56,7 @@ def infer(
 
     Exits with 1 if a question is open: answer it in the TOML, by uncommenting a rule.
     """
-    found = api.infer_patterns(
+    found = inferring.infer_patterns(
         url, patterns=known, format=format_, tag=tag, storage_options=output.storage_options
     )
     if path is not None:
@@ -102,7 +102,7 @@ def explain(
 
     Exits with 1 if no rule is for one of them, or the rule contradicts the evidence.
     """
-    found = api.explain_patterns(
+    found = inferring.explain_patterns(
         url, names, patterns=known, format=format_, tag=tag, storage_options=output.storage_options
     )
     if output.as_json:
@@ -130,7 +130,7 @@ def check(url: str, rules: str | None, *, format_: str, tag: str | None, output:
     Finds parameters without a rule, rules that decide nothing, shapes that do not fit, and copies that
     differ. Exits with 1 if anything is found.
     """
-    found = api.check_patterns(
+    found = inferring.check_patterns(
         url, rules, format=format_, tag=tag, storage_options=output.storage_options
     )
     if output.as_json:
