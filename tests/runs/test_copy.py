@@ -21,6 +21,8 @@ from tests.runs.places import Place, commit, commit_planned
 from tests.servers import S3Server
 from tests.store.stores import contents, make_target, small_source
 from ucpstore import moving
+from ucpstore.engine.run import Workers, run
+from ucpstore.engine.worker import Settings
 from ucpstore.errors import (
     AlreadyExistsError,
     IntegrityError,
@@ -32,6 +34,7 @@ from ucpstore.errors import (
 )
 from ucpstore.io import open_files
 from ucpstore.io.rate import RateLimit
+from ucpstore.store.copying import CopyTarget
 from ucpstore.store.source import StoreSource
 
 KINDS = ("file", "memory", "s3")
@@ -146,7 +149,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     ("damage", "kind", "server_side"),
     [
         *((damage, "file", False) for damage in [*DAMAGE, "lost"]),
-        *(("last byte", "s3", server_side) for server_side in (False, True)),
+        ("last byte", "s3", False),
         ("longer", "s3", True),
     ],
 )
@@ -331,15 +334,12 @@ def test_racing_processes_co_operate(place: Places) -> None:
 @pytest.mark.parametrize("kind", ["memory", "s3"])
 def test_a_copy_that_dies_anywhere_is_continued(place: Places, kind: str) -> None:
     """Dies around an effect on the destination: it is not there, or it is whole; then it is finished."""
-    from ucpstore.engine.run import Workers, run
-    from ucpstore.store.copying import CopyTarget
-
     source = place(kind).at("a")
     commit(source.files())
     expected, rng, resumed = contents(source.files()), random.Random(3), 0
-    for trial in range(20 if kind == "memory" else 3):
+    for trial in range(20 if kind == "memory" else 2):
         dest = place(kind).at("b")
-        dying: Any = CrashingFiles(dest.files(), rng.randint(1, 110), after=bool(trial % 2))
+        dying: Any = CrashingFiles(dest.files(), rng.randint(1, 75), after=bool(trial % 2))
         origin = StoreSource(source.files())
         request = moving._Request(
             source=source.url,
@@ -353,8 +353,6 @@ def test_a_copy_that_dies_anywhere_is_continued(place: Places, kind: str) -> Non
         plan = request.open()[0]
         target = CopyTarget(dying, origin, server_side=False)
         workers = Workers(threads=1)
-        from ucpstore.engine.worker import Settings
-
         settings = Settings(threads=1, publish_nbytes=1500)
         with pytest.raises(Killed):
             run(
