@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import threading
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from ucpstore.io.traffic import count_read
 
 __all__ = ["MemoryFiles"]
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # fsspec iterates over one dict for all, without a lock of its own
 
 
 class MemoryFiles(ObjectFiles):
@@ -33,7 +34,8 @@ class MemoryFiles(ObjectFiles):
         """See `ucpstore.io.base.Files.delete`."""
         filesystem = self._filesystem()
         for name in names:
-            filesystem.store.pop(filesystem._strip_protocol(self._path(name)), None)
+            with _LOCK:
+                filesystem.store.pop(filesystem._strip_protocol(self._path(name)), None)
 
     def _filesystem(self) -> Any:
         def make() -> Any:
@@ -43,8 +45,15 @@ class MemoryFiles(ObjectFiles):
 
         return self._client("fsspec", make)
 
+    def _entries(
+        self, prefix: str, *, recursive: bool
+    ) -> tuple[str, builtins.list[Mapping[str, Any]]]:
+        with _LOCK:
+            return super()._entries(prefix, recursive=recursive)
+
     def _info(self, path: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self._filesystem().info(path)
+        with _LOCK:
+            found: Mapping[str, Any] = self._filesystem().info(path)
         if found["type"] == "file":
             return {**found, "created": found["created"].timestamp()}
         return found
@@ -63,7 +72,7 @@ class MemoryFiles(ObjectFiles):
 
     def _put(self, name: str, content: io.BytesIO) -> FileStat:
         path = self._path(name)
-        with fsspec_errors("write", self._show(name)):
+        with fsspec_errors("write", self._show(name)), _LOCK:
             self._filesystem().pipe_file(path, content.getvalue())
             content.close()
             entry = self._info(path)
