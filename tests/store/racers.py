@@ -34,7 +34,9 @@ def _run(
     results: Any,
 ) -> None:
     url, options, environment = where
-    os.environ.pop("TENSORSTORE_GCS_HTTP_URL", None)  # of the server that the fork server began with
+    os.environ.pop(
+        "TENSORSTORE_GCS_HTTP_URL", None
+    )  # of the server that the fork server began with
     os.environ.update(environment)
     source = source_of(plan)
     target = make_target(open_files(url, options), source)
