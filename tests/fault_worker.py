@@ -181,8 +181,11 @@ def _main(address: str) -> None:
 
     import tests.store.stores
     import ucpstore.api
-    import ucpstore.inspect
+    import ucpstore.formats.deepspeed.reader
+    import ucpstore.inspect.verify
     import ucpstore.io.remote
+    import ucpstore.store.grid
+    import ucpstore.store.remote
     import ucpstore.store.source
     import ucpstore.store.target  # noqa: F401
 

@@ -86,7 +86,7 @@ def _translate(error: Exception, action: str, url: str) -> UcpStoreError:
     # What is left is a server or a network in trouble, unless the server blames the request.
     refused = status is not None and 400 <= status < 500 and status not in (408, 429)
     refused = refused or text.startswith("Bad Request")
-    # S3 answers HEAD without a reason.
+    # S3 answers HEAD without a reason; of expired credentials with this status.
     hint = CREDENTIALS if "Bad Request" in text else "" if refused else AGAIN
     return StorageError(
         f"cannot {action} {url!r}: {text} ({name}).",
