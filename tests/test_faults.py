@@ -18,7 +18,8 @@ from ucpstore.errors import IntegrityError, Kind, StorageError, UcpStoreError
 from ucpstore.io import open_files, retries
 from ucpstore.layout.parallel import Layout
 
-IN_BODIES = {"cut_answer", "wrong_byte", "stall_in_answer"}
+OBJECTS = 4
+"""That the slice of `operations` touches."""
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +110,8 @@ def test_what_does_not_end_is_given_up(
         assert caught.value.retryable, (name, str(caught.value))
         assert "Try again" in caught.value.hint, name
         # HTTP clients reconnect once by themselves where a connection breaks without a word.
-        assert faults.struck <= 2 * policy.attempts + 1, (name, faults.struck)
+        objects = OBJECTS if name == "array" else 1
+        assert faults.struck <= objects * (2 * policy.attempts + 1), (name, faults.struck)
         call() if name not in ("sink", "create") else None
 
 
@@ -118,6 +120,7 @@ def test_what_somebody_has_to_do_something_about_is_said_at_once(
     fault: str,
     store: str,
     s3_server: S3Server,  # noqa: F811
+    policy: retries.Patience,
 ) -> None:
     kind = Kind.NO_SPACE if fault in ("full_507", "quota") else Kind.PERMISSION
     word = {"expired_token": "expired", "expired_403": "expired", "clock_skew": "clocks"}.get(fault)
@@ -130,8 +133,10 @@ def test_what_somebody_has_to_do_something_about_is_said_at_once(
             continue
         assert caught.value.kind is kind, (name, str(caught.value))
         assert word is None or word in caught.value.hint, (name, caught.value.hint)
-        limit = 4 if (name, fault) == ("array", "clock_skew") else 2  # TensorStore asks again
-        assert faults.struck <= limit, (name, faults.struck)
+        objects = OBJECTS if name == "array" else 1
+        # TensorStore asks again where a clock is wrong; s3fs where an answer has no reason.
+        limit = policy.attempts if (name, fault) == ("array", "clock_skew") else 1
+        assert faults.struck <= objects * limit, (name, faults.struck)
 
 
 def test_a_wrong_byte_on_the_way_is_found(
@@ -141,7 +146,7 @@ def test_a_wrong_byte_on_the_way_is_found(
 ) -> None:
     options = s3_server.options
     array = ucpstore.open(store, storage_options=options)["z.weight"]["fp32"]
-    with injected(s3_server, [Fault("wrong_byte", part="/c.", method="GET")]) as faults:
+    with injected(s3_server, [Fault("wrong_byte", part="/c", method="GET")]) as faults:
         with pytest.raises(IntegrityError) as caught:
             array[:]
         assert caught.value.kind is Kind.CHECKSUM
@@ -173,7 +178,7 @@ def test_native_files_in_a_bucket(
         for ours, theirs in zip(held.tensors, local.tensors, strict=True):
             assert ours.read().tobytes() == theirs.read().tobytes()
     assert faults.struck > 3
-    fqn = next(iter(checkpoint))
+    fqn = next(fqn for fqn in checkpoint if "fp32" in checkpoint[fqn])
     with (
         injected(seaweedfs_server, [Fault(fault, times=FOREVER)]),
         pytest.raises(UcpStoreError) as caught,
