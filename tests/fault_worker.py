@@ -167,7 +167,7 @@ def _child(connection: socket.socket) -> None:
     request = json.loads(line)
     try:
         result = JOBS[request["job"]](**request["arguments"])
-    except Exception:  # noqa: BLE001 - the test reads it
+    except Exception:  # the test reads it
         result = {"crashed": traceback.format_exc()}
     stream.write(json.dumps(result) + "\n")
     stream.flush()
@@ -179,7 +179,7 @@ def _main(address: str) -> None:
     import s3fs  # noqa: F401
     import tensorstore  # noqa: F401
 
-    import tests.store.stores
+    import tests.store.stores  # noqa: F401
     import ucpstore.api
     import ucpstore.formats.deepspeed.reader
     import ucpstore.inspect.verify
@@ -193,7 +193,7 @@ def _main(address: str) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address + ".new")
         server.listen(64)
-        os.rename(address + ".new", address)
+        Path(address + ".new").rename(address)
         while True:
             connection, _ = server.accept()
             if os.fork() == 0:

@@ -183,7 +183,7 @@ class Lane:
         for number in numbers:
             trial = choose(rng, number, requests)
             name = f"t{number:04d}"
-            killer, result = self.disturbed(trial, name)
+            _, result = self.disturbed(trial, name)
             self.judge(trial, result)
             found = self.finish(trial, name, reference)
             assert "crashed" not in found, (trial, found["crashed"])

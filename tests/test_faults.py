@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,9 @@ from tests.store.stores import convert, make_target, small_source
 from ucpstore.errors import IntegrityError, Kind, StorageError, UcpStoreError
 from ucpstore.io import open_files, retries
 from ucpstore.layout.parallel import Layout
+from ucpstore.store.grid import plan_arrays
+from ucpstore.store.source import StoreSource
+from ucpstore.store.target import ZarrTarget
 
 OBJECTS = 4
 """That the slice of `operations` touches."""
@@ -47,14 +49,14 @@ def store(s3_server: S3Server) -> str:  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def native(run: Run, seaweedfs_server: S3Server) -> Iterator[str]:  # noqa: F811
+def native(run: Run, seaweedfs_server: S3Server) -> str:  # noqa: F811
     """DeepSpeed files in a bucket."""
     url = f"{seaweedfs_server.new_bucket()}/ds"
     files = open_files(url, seaweedfs_server.options)
     for path in sorted(run.path.rglob("*")):
         if path.is_file():
             files.write(str(path.relative_to(run.path)), path.read_bytes())
-    yield url
+    return url
 
 
 def operations(url: str, options: Any) -> dict[str, Any]:
@@ -140,25 +142,50 @@ def test_what_somebody_has_to_do_something_about_is_said_at_once(
 
 
 def test_a_wrong_byte_on_the_way_is_found(
-    store: str,
     s3_server: S3Server,  # noqa: F811
     tmp_path: Path,
 ) -> None:
     options = s3_server.options
-    array = ucpstore.open(store, storage_options=options)["z.weight"]["fp32"]
+    plain, source = f"{s3_server.new_bucket()}/store", small_source()
+    files = open_files(plain, options)
+    convert(ZarrTarget(files, plan_arrays(source), source=source), source)
+    array = ucpstore.open(plain, storage_options=options)["z.weight"]["fp32"]
     with injected(s3_server, [Fault("wrong_byte", part="/c", method="GET")]) as faults:
         with pytest.raises(IntegrityError) as caught:
             array[:]
         assert caught.value.kind is Kind.CHECKSUM
-        assert ucpstore.verify(store, storage_options=options).findings
+        assert ucpstore.verify(plain, storage_options=options).findings
         with pytest.raises(IntegrityError):
-            ucpstore.convert(store, tmp_path / "copy", source_options=options)
+            ucpstore.convert(plain, tmp_path / "copy", source_options=options)
     assert faults.struck
     with pytest.raises(UcpStoreError):
         ucpstore.open(tmp_path / "copy")
-    ucpstore.convert(store, tmp_path / "copy", source_options=options)
-    assert ucpstore.diff(store, tmp_path / "copy", left_options=options).equal
-    assert not ucpstore.verify(store, storage_options=options).findings
+    ucpstore.convert(plain, tmp_path / "copy", source_options=options)
+    assert ucpstore.diff(plain, tmp_path / "copy", left_options=options).equal
+    assert not ucpstore.verify(plain, storage_options=options).findings
+
+
+def test_what_was_read_damaged_and_recorded_is_read_anew(tmp_path: Path) -> None:
+    """A source that lies once, behind the checksums: the digests find it, and the next run heals it."""
+    source = small_source()
+    source_files = open_files(str(tmp_path / "source"))
+    convert(ZarrTarget(source_files, plan_arrays(source), source=source), source)
+    opened = StoreSource(source_files)
+    lying, read = StoreSource(source_files), opened.read
+
+    def lie(fqn: str, state: str, region: Any, out: Any, **keywords: Any) -> None:
+        read(fqn, state, region, out, **keywords)
+        if (fqn, state) == ("z.weight", "adam_m"):
+            out[...] += 1
+
+    files = open_files(str(tmp_path / "copy"))
+    lying.read = lie  # type: ignore[method-assign]
+    with pytest.raises(IntegrityError, match="adam_m") as caught:
+        convert(ZarrTarget(files, plan_arrays(opened), source=opened), lying)
+    assert "again" in caught.value.hint
+    written = convert(ZarrTarget(files, plan_arrays(opened), source=opened), opened)
+    assert len(written) == 1
+    assert ucpstore.diff(tmp_path / "source", tmp_path / "copy").equal
 
 
 @pytest.mark.parametrize("fault", ["slow_down", "reset", "cut_answer", "error_500"])

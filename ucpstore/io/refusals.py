@@ -42,8 +42,10 @@ def _table() -> dict[str, Refusal]:
         (
             "ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired InvalidToken",
             Kind.PERMISSION,
-            "The credentials have expired: renew them and run the same command again, it goes on"
-            " where it stopped.",
+            (
+                "The credentials have expired: renew them and run the same command again, it goes on"
+                " where it stopped."
+            ),
             False,
         ),
         (
@@ -59,17 +61,23 @@ def _table() -> dict[str, Refusal]:
             False,
         ),
         (
-            "InsufficientStorage QuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded"
-            " StorageFull storageQuotaExceeded",
+            (
+                "InsufficientStorage QuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded"
+                " StorageFull storageQuotaExceeded"
+            ),
             Kind.NO_SPACE,
-            "The store is full, or its quota is used up: free space there and run the same command"
-            " again, it goes on where it stopped.",
+            (
+                "The store is full, or its quota is used up: free space there and run the same command"
+                " again, it goes on where it stopped."
+            ),
             False,
         ),
         (
-            "RequestTimeout SlowDown ServiceUnavailable InternalError TooManyRequests Throttling"
-            " ThrottlingException RequestLimitExceeded BandwidthLimitExceeded OperationAborted"
-            " rateLimitExceeded userRateLimitExceeded backendError",
+            (
+                "RequestTimeout SlowDown ServiceUnavailable InternalError TooManyRequests Throttling"
+                " ThrottlingException RequestLimitExceeded BandwidthLimitExceeded OperationAborted"
+                " rateLimitExceeded userRateLimitExceeded backendError"
+            ),
             Kind.IO,
             AGAIN,
             True,
