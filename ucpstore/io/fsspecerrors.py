@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ucpstore.errors import CheckpointNotFoundError, Kind, StorageError, UcpStoreError
 from ucpstore.io.oserrors import translate_os_error
@@ -107,7 +108,7 @@ def _code(error: BaseException | None) -> str:
     return ""
 
 
-def _retry_after(error: BaseException | None) -> dict[str, float]:
+def _retry_after(error: BaseException | None) -> dict[str, Any]:
     """What the server asks for in ``Retry-After``, in seconds, as an error's context."""
     while error is not None:
         response = getattr(error, "response", None)

@@ -44,7 +44,7 @@ def s3_filesystem(options: Mapping[str, Any]) -> Any:
     import s3fs
 
     endpoint, region = s3_endpoint(options), s3_region(options)
-    patient = {"connect_timeout": patience().connect_seconds}
+    patient: dict[str, Any] = {"connect_timeout": patience().connect_seconds}
     patient |= {"read_timeout": patience().idle_seconds, "retries": _ONCE}
     elsewhere = ("client_kwargs", "endpoint_url", *OWN_OPTIONS)
     given = {k: v for k, v in options.items() if k not in elsewhere}
