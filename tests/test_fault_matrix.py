@@ -79,8 +79,8 @@ def choose(rng: random.Random, number: int, requests: int) -> Trial:
     else:
         faults = [Fault(rng.choice([*sorted(REFUSALS), "wrong_byte"]), after=moment)]
         if faults[0].name == "wrong_byte":
-            faults[0].method, faults[0].part = "GET", "/c"  # documents have no checksums
-            faults[0].after = rng.randrange(6)
+            faults[0].method, faults[0].part = "GET", "src/params/"  # documents have no checksums
+            faults[0].after = rng.randrange(3)
             faults[0].times = rng.choice([1, 3])
     return Trial(number, faults, None, "", number % 8 == 0)
 
