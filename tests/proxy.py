@@ -10,6 +10,7 @@ stay good::
 from __future__ import annotations
 
 import http.client
+import io
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -116,8 +117,18 @@ class Exchange:
             left -= len(block)
             yield block
 
-    def relay(self, answer: http.client.HTTPResponse, *, limit: int | None = None) -> None:
-        """Pass the server's answer on; with ``limit`` only so many bytes of its body, then hang up."""
+    def relay(
+        self,
+        answer: http.client.HTTPResponse,
+        *,
+        limit: int | None = None,
+        edit: Callable[[bytes], bytes] | None = None,
+    ) -> None:
+        """Pass the server's answer on.
+
+        With ``limit`` only so many bytes of its body, then hang up. ``edit`` changes bytes of the body, and
+        keeps their number.
+        """
         length = answer.getheader("Content-Length")
         bodiless = self.method == "HEAD" or answer.status in (204, 304)
         self.request.status = answer.status
@@ -132,7 +143,8 @@ class Exchange:
             self._handler.send_header("Transfer-Encoding", "chunked")
         self._handler.end_headers()
         if not bodiless:
-            self._relay_body(answer, limit, chunked=chunked)
+            read = answer.read if edit is None else io.BytesIO(edit(answer.read())).read
+            self._relay_body(read, limit, chunked=chunked)
 
     def answer(
         self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None
@@ -163,11 +175,11 @@ class Exchange:
     # ------------------------------------------------------------------ internal
 
     def _relay_body(
-        self, answer: http.client.HTTPResponse, limit: int | None, *, chunked: bool
+        self, read: Callable[[int], bytes], limit: int | None, *, chunked: bool
     ) -> None:
         write = self._handler.wfile.write
         left = limit
-        while block := answer.read(_BLOCK if left is None else min(left, _BLOCK)):
+        while block := read(_BLOCK if left is None else min(left, _BLOCK)):
             if chunked:
                 self.request.nbytes += len(block)
             write(b"%x\r\n%b\r\n" % (len(block), block) if chunked else block)

@@ -35,6 +35,7 @@ from ucpstore.cli.main import main
 from ucpstore.cli.output import EXIT_SOURCE
 from ucpstore.errors import Kind, PlanError, StorageError, UcpStoreError
 from ucpstore.io import open_files
+from ucpstore.io.retries import Patience
 from ucpstore.layout.parallel import Layout
 from ucpstore.layout.region import Region
 from ucpstore.store.grid import plan_arrays
@@ -372,7 +373,7 @@ def test_secrets_are_nowhere(
             fail()
         texts += chain(caught.value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ucpstore.io.kvstore._RETRIES", {"max_retries": 1, "initial_delay": "1ms"})
+        patch.setattr("ucpstore.io.retries._patience", Patience(attempts=2, first_delay=0.01))
         with pytest.raises(UcpStoreError) as caught:
             open_files("s3://bucket/x", dead).read("x")
         texts += chain(caught.value)

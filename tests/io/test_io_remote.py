@@ -179,9 +179,9 @@ def test_forked_child_is_refused_instead_of_hanging(files: Files) -> None:
 
 
 def test_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ucpstore.io import kvstore
+    from ucpstore.io import retries
 
-    monkeypatch.setattr(kvstore, "_RETRIES", {"max_retries": 1, "initial_delay": "1ms"})
+    monkeypatch.setattr(retries, "_patience", retries.Patience(attempts=2, first_delay=0.01))
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0)
     files = open_files(
         "s3://bucket/x",

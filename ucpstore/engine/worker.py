@@ -43,7 +43,9 @@ class Settings:
     retries : int
         Further attempts after a retryable `StorageError`.
     retry_delay : float, seconds
-        Before the first of them; doubles each time, with jitter.
+        Before the first of them; doubles each time, with jitter. A store's ``Retry-After`` gets its time.
+    retry_seconds : float
+        After the start of a task no further attempt begins: storage has retried by itself before.
     publish_nbytes : int
         Bytes after which finished tasks are made durable and recorded.
     publish_seconds : float
@@ -53,6 +55,7 @@ class Settings:
     threads: int
     retries: int = 4
     retry_delay: float = 0.5
+    retry_seconds: float = 60.0
     publish_nbytes: int = 2 << 30
     publish_seconds: float = 30.0
 
@@ -215,7 +218,7 @@ def _write(
     job: Job, task: Task, settings: Settings, notify: Listener, stop: threading.Event
 ) -> Record:
     """Write one task, again after retryable storage errors."""
-    attempt = 0
+    attempt, started = 0, time.monotonic()
     while True:
         try:
             return job.target.write(task, job.source)
@@ -225,6 +228,9 @@ def _write(
                 raise
             delay = min(settings.retry_delay * 2 ** (attempt - 1), _MAX_DELAY)
             delay *= random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not cryptography
+            delay = max(delay, float(error.context.get("retry_after", 0.0)))
+            if time.monotonic() - started + delay > settings.retry_seconds:
+                raise
             notify(TaskRetried(task.index, task.key, attempt, round(delay, 3), str(error)))
             stop.wait(delay)
 

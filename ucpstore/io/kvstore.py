@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from ucpstore.errors import CheckpointNotFoundError, Kind, StorageError, UcpStoreError
+from ucpstore.io.refusals import AGAIN, CREDENTIALS, plain, refusal
+from ucpstore.io.retries import patience
 from ucpstore.io.s3 import s3_endpoint, s3_region
 from ucpstore.io.urls import Location
 
 __all__ = ["check_fork", "kvstore_spec", "tensorstore_errors"]
 
 _PROFILE = "ucpstore"
-_RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "5s"}
 
 _held: dict[tuple[str, str, str], Any] = {}  # keeps files with explicit credentials alive
 
@@ -65,7 +66,7 @@ def _s3_spec(location: Location, options: Mapping[str, Any]) -> dict[str, Any]:
         "bucket": location.bucket,
         "path": location.prefix,
         "aws_credentials": _aws_credentials(options),
-        "s3_request_retries": _RETRIES,
+        "s3_request_retries": patience().for_tensorstore(),
         # Sends If-None-Match without asking first whether the server can do that.
         "use_conditional_write": True,
     }
@@ -156,7 +157,7 @@ def _gcs_spec(location: Location, options: Mapping[str, Any]) -> dict[str, Any]:
         "driver": "gcs",
         "bucket": location.bucket,
         "path": location.prefix,
-        "gcs_request_retries": _RETRIES,
+        "gcs_request_retries": patience().for_tensorstore(),
     }
     if options.get("requester_pays"):
         project = options.get("project")
@@ -195,7 +196,6 @@ _RETRYABLE = (
     "UNAVAILABLE",
     "UNKNOWN",
 )
-_HINTS = {Kind.PERMISSION: "Check the credentials and what they are allowed to do there."}
 
 
 @contextmanager
@@ -219,15 +219,18 @@ def _translate(text: str, action: str, url: str) -> UcpStoreError:
     status, colon, detail = text.partition(": ")
     if not colon or not status.isupper():
         status, detail = "UNKNOWN", text
-    detail = " ".join(detail.partition(" [")[0].split())[:300]
+    detail = plain(detail.partition(" [")[0])[:300]
     if status == "NOT_FOUND":
         return CheckpointNotFoundError(f"cannot {action} {url!r}: {detail}.", url=url)
-    kind = _KINDS.get(status, Kind.IO)
+    known = refusal(text)
+    kind = known.kind if known else _KINDS.get(status, Kind.IO)
+    retryable = known.retryable if known else status in _RETRYABLE
+    hint = CREDENTIALS if kind is Kind.PERMISSION else AGAIN if retryable else ""
     return StorageError(
         f"cannot {action} {url!r}: {detail} ({status}).",
         kind=kind,
-        hint=_HINTS.get(kind, ""),
-        retryable=status in _RETRYABLE,
+        hint=known.hint if known else hint,
+        retryable=retryable,
         url=url,
         status=status,
     )

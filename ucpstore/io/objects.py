@@ -14,6 +14,7 @@ from typing import Any
 from ucpstore.errors import CheckpointNotFoundError, CorruptSourceError, Kind, StorageError
 from ucpstore.io.base import FileStat, check_name, folder_prefix
 from ucpstore.io.fsspecerrors import fsspec_errors
+from ucpstore.io.retries import retried
 from ucpstore.io.urls import Location
 
 __all__ = ["MAX_OBJECT_BYTES", "ObjectFiles", "ObjectSink"]
@@ -81,12 +82,18 @@ class ObjectFiles(ABC):
     def stat(self, name: str) -> FileStat | None:
         """See `ucpstore.io.base.Files.stat`."""
         path = self._path(name)
-        with fsspec_errors("look at", self._show(name)):
-            try:
-                entry = self._info(path)
-            except FileNotFoundError:
-                return None
-        return self._file_stat(name, entry) if entry["type"] == "file" else None
+
+        def look() -> Mapping[str, Any] | None:
+            with fsspec_errors("look at", self._show(name)):
+                try:
+                    return self._info(path)
+                except FileNotFoundError:
+                    return None
+
+        entry = retried(look)
+        if entry is None or entry["type"] != "file":
+            return None
+        return self._file_stat(name, entry)
 
     def free_space(self) -> tuple[int, int] | None:
         """``None``: a bucket has no limit."""
@@ -227,16 +234,20 @@ class ObjectFiles(ABC):
         """Path of a folder as fsspec has it, with a ``/`` at the end, and the entries below."""
         inner = folder_prefix(prefix)
         base = f"{self.location.path}/{inner}".lstrip("/")
-        with fsspec_errors("list", self._show(inner)):
-            filesystem = self._filesystem()
-            try:
-                if recursive:
-                    found = filesystem.find(base.rstrip("/"), detail=True).values()
-                else:
-                    found = filesystem.ls(base.rstrip("/"), detail=True, refresh=True)
-            except FileNotFoundError:
-                found = ()
-            return base, [{**entry, "name": entry["name"].lstrip("/")} for entry in found]
+
+        def look() -> builtins.list[Mapping[str, Any]]:
+            with fsspec_errors("list", self._show(inner)):
+                filesystem = self._filesystem()
+                try:
+                    if recursive:
+                        found = filesystem.find(base.rstrip("/"), detail=True).values()
+                    else:
+                        found = filesystem.ls(base.rstrip("/"), detail=True, refresh=True)
+                except FileNotFoundError:
+                    return []
+                return [{**entry, "name": entry["name"].lstrip("/")} for entry in found]
+
+        return base, retried(look)
 
 
 class ObjectSink:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import types
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from ucpstore.io.base import FileStat, check_name
 from ucpstore.io.fsspecerrors import fsspec_errors
 from ucpstore.io.kvstore import check_fork, kvstore_spec, tensorstore_errors
 from ucpstore.io.objects import ObjectFiles
+from ucpstore.io.retries import patience, retried
 from ucpstore.io.s3 import s3_client, s3_filesystem
 from ucpstore.io.urls import OWN_OPTIONS
 
@@ -43,6 +45,9 @@ class RemoteFiles(ObjectFiles):
         tried again: compare the content where that matters.
         """
         check_name(name)
+        return retried(lambda: self._create(name, data))
+
+    def _create(self, name: str, data: bytes) -> bool:
         with tensorstore_errors("create", self._show(name)):
             store = self._store()
             missing = store.read(name).result()
@@ -58,30 +63,37 @@ class RemoteFiles(ObjectFiles):
 
     def creates_exclusively(self) -> bool:
         """See `ucpstore.io.base.Files.creates_exclusively`. Five requests, for an object of its own."""
-        name = f"{_PROBES}/{uuid.uuid4().hex}"
         try:
-            with tensorstore_errors("create", self._show(name)):
-                store = self._store()
-                missing = store.read(name).result().stamp.generation
-                store.write(name, b"1", if_equal=missing).result()
-                second = store.write(name, b"2", if_equal=missing).result()
-                kept = store.read(name).result().value
-                store.write(name, None).result()
+            return retried(self._probe)
         except StorageError as error:
             # A server that does not know the header says 501, or that the request is wrong.
             unknown = "notimplemented" in str(error).lower().replace(" ", "")
             if error.kind is Kind.UNSUPPORTED or unknown:
                 return False
             raise
+
+    def _probe(self) -> bool:
+        name = f"{_PROBES}/{uuid.uuid4().hex}"
+        with tensorstore_errors("create", self._show(name)):
+            store = self._store()
+            missing = store.read(name).result().stamp.generation
+            store.write(name, b"1", if_equal=missing).result()
+            second = store.write(name, b"2", if_equal=missing).result()
+            kept = store.read(name).result().value
+            store.write(name, None).result()
         return not second.generation and bytes(kept) == b"1"
 
     def delete(self, names: Iterable[str]) -> None:
         """See `ucpstore.io.base.Files.delete`. One request per object, many in flight."""
         names = [check_name(name) for name in names]
-        with tensorstore_errors("delete objects of", self.url):
-            store = self._store()
-            for future in [store.write(name, None) for name in names]:
-                future.result()
+
+        def delete() -> None:
+            with tensorstore_errors("delete objects of", self.url):
+                store = self._store()
+                for future in [store.write(name, None) for name in names]:
+                    future.result()
+
+        retried(delete)
 
     @property
     def _is_unsafe(self) -> bool:
@@ -95,7 +107,9 @@ class RemoteFiles(ObjectFiles):
     def _store(self) -> ts.KvStore:
         def make() -> ts.KvStore:
             check_fork(self.url)
-            return ts.KvStore.open(kvstore_spec(self.location, self.options)).result()
+            spec = kvstore_spec(self.location, self.options)
+            once = {name: {"max_retries": 0} for name in spec if name.endswith("_request_retries")}
+            return ts.KvStore.open({**spec, **once}).result()
 
         store: ts.KvStore = self._client("tensorstore", make)
         return store
@@ -125,15 +139,19 @@ class RemoteFiles(ObjectFiles):
 
     def _get(self, name: str, offset: int, nbytes: int | None) -> bytes | None:
         end = None if nbytes is None else offset + nbytes
-        with tensorstore_errors("read", self._show(name)):
-            store = self._store()
-            try:
-                found = store.read(name, byte_range=slice(offset, end)).result()
-            except ValueError as error:
-                if str(error).startswith("OUT_OF_RANGE"):
-                    return None
-                raise
-        return found.value if found.state == "value" else None
+
+        def get() -> bytes | None:
+            with tensorstore_errors("read", self._show(name)):
+                store = self._store()
+                try:
+                    found = store.read(name, byte_range=slice(offset, end)).result()
+                except ValueError as error:
+                    if str(error).startswith("OUT_OF_RANGE"):
+                        return None
+                    raise
+            return found.value if found.state == "value" else None
+
+        return retried(get)
 
     def _put(self, name: str, content: io.BytesIO) -> FileStat:
         data = content.getvalue()  # shares the memory
@@ -193,15 +211,19 @@ class RemoteFiles(ObjectFiles):
             request["IfNoneMatch"] = "*"
         elif only_if:
             request["IfMatch"] = f'"{expected}"'
-        with fsspec_errors("write", self._show(name)):
-            client = self.s3()
-            try:
-                answer = client.put_object(**request)
-            except botocore.exceptions.ClientError as error:
-                if only_if and error.response.get("Error", {}).get("Code") in _NOT_MET:
-                    return None
-                raise
-        return FileStat(name, len(data), answer["ETag"].strip('"'))
+
+        def put() -> FileStat | None:
+            with fsspec_errors("write", self._show(name)):
+                client = self.s3()
+                try:
+                    answer = client.put_object(**request)
+                except botocore.exceptions.ClientError as error:
+                    if only_if and error.response.get("Error", {}).get("Code") in _NOT_MET:
+                        return None
+                    raise
+            return FileStat(name, len(data), answer["ETag"].strip('"'))
+
+        return retried(put)
 
     def _look_s3(self, name: str, data: bytes) -> tuple[bool, str | None]:
         """Whether the object holds ``data``, and its ETag (None: there is no object)."""
@@ -220,14 +242,22 @@ class RemoteFiles(ObjectFiles):
         """As `_put_s3`, with TensorStore's generations."""
         if only_if and expected is None:
             expected = self._missing()
-        with tensorstore_errors("write", self._show(name)):
-            written = self._store().write(name, data, if_equal=expected).result()
-        return self.stat(name) if written.generation else None
+
+        def put() -> bool:
+            with tensorstore_errors("write", self._show(name)):
+                written = self._store().write(name, data, if_equal=expected).result()
+            return bool(written.generation)
+
+        return self.stat(name) if retried(put) else None
 
     def _look_gcs(self, name: str, data: bytes) -> tuple[bool, bytes | None]:
         """As `_look_s3`."""
-        with tensorstore_errors("read", self._show(name)):
-            there = self._store().read(name).result()
+
+        def look() -> ts.KvStore.ReadResult:
+            with tensorstore_errors("read", self._show(name)):
+                return self._store().read(name).result()
+
+        there = retried(look)
         if there.state != "value":
             return False, None
         return there.value == data, there.stamp.generation
@@ -240,7 +270,7 @@ class RemoteFiles(ObjectFiles):
             with tensorstore_errors("read", self._show(name)):
                 return bytes(self._store().read(name).result().stamp.generation)
 
-        generation: bytes = self._client("missing", ask)
+        generation: bytes = self._client("missing", lambda: retried(ask))
         return generation
 
 
@@ -253,4 +283,13 @@ def _gcs_filesystem(options: Mapping[str, Any]) -> Any:
             hint="Install it with: pip install 'ucpstore[gcs]'",
         ) from error
     given = {k: v for k, v in options.items() if k not in OWN_OPTIONS}
-    return gcsfs.GCSFileSystem(**given, skip_instance_cache=True, use_listings_cache=False)
+    filesystem = gcsfs.GCSFileSystem(
+        **given,
+        requests_timeout=patience().idle_seconds,
+        skip_instance_cache=True,
+        use_listings_cache=False,
+    )
+    once = getattr(gcsfs.GCSFileSystem._request, "__wrapped__", None)
+    if once is not None:  # under a decorator that asks six times
+        filesystem._request = types.MethodType(once, filesystem)
+    return filesystem

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ucpstore.errors import Kind, StorageError
+from ucpstore.io.retries import patience
 from ucpstore.io.urls import OWN_OPTIONS
 
 __all__ = ["s3_client", "s3_endpoint", "s3_filesystem", "s3_region"]
 
+_ONCE = {"mode": "standard", "total_max_attempts": 1}  # see `ucpstore.io.retries`
 _CONNECTIONS = 64  # per client: more threads than that wait
 
 
@@ -42,16 +44,20 @@ def s3_filesystem(options: Mapping[str, Any]) -> Any:
     import s3fs
 
     endpoint, region = s3_endpoint(options), s3_region(options)
+    patient: dict[str, Any] = {"connect_timeout": patience().connect_seconds}
+    patient |= {"read_timeout": patience().idle_seconds, "retries": _ONCE}
     elsewhere = ("client_kwargs", "endpoint_url", *OWN_OPTIONS)
     given = {k: v for k, v in options.items() if k not in elsewhere}
-    return s3fs.S3FileSystem(
+    filesystem = s3fs.S3FileSystem(
         **given,
         endpoint_url=endpoint,
         client_kwargs={"region_name": region} if region else {},
-        config_kwargs=_addressing(endpoint),
+        config_kwargs={**_addressing(endpoint), **patient},
         skip_instance_cache=True,
         use_listings_cache=False,
     )
+    filesystem.retries = 1
+    return filesystem
 
 
 def s3_client(options: Mapping[str, Any]) -> Any:
@@ -63,7 +69,9 @@ def s3_client(options: Mapping[str, Any]) -> Any:
     config = Config(
         **_addressing(endpoint),
         max_pool_connections=_CONNECTIONS,
-        retries={"mode": "standard", "max_attempts": 6},
+        connect_timeout=patience().connect_seconds,
+        read_timeout=patience().idle_seconds,
+        retries=_ONCE,
         # Every chunk carries a crc32c; not every server knows the newer checksum headers.
         request_checksum_calculation="when_required",
         signature_version=botocore.UNSIGNED if options.get("anon") else None,

@@ -159,6 +159,24 @@ class ZarrTarget(LoggedTarget):
         """Bytes of the objects that are at the destination, of any attempt."""
         return sum(stat.nbytes for stat in self._objects().values())
 
+    def records(self) -> Mapping[int, Record]:
+        """See `ucpstore.commit.LoggedTarget.records`; without those of arrays that were read damaged.
+
+        A byte that was changed on the way from the source is found by the digest that the source recorded.
+        What was written of it is durable, and would be found at every further attempt: it is read anew.
+        """
+        found = dict(super().records())
+        for array, start, stop in zip(self._arrays, self._starts, self._starts[1:], strict=False):
+            expected = self._expected.get(array.path)
+            tasks = range(start, stop)
+            if expected is None or not all(task in found for task in tasks):
+                continue
+            value = merge(found[task].digest for task in tasks)
+            if str(TileDigest(array.logical_dtype, array.shape, value)) != expected:
+                for task in tasks:
+                    del found[task]
+        return found
+
     # -------------------------------------------------------------- internal
 
     def _attributes(self, digest: str, nbytes: int) -> RootAttributes:
@@ -204,7 +222,8 @@ class ZarrTarget(LoggedTarget):
                 f"{self.url} cannot be committed: what was read of {len(damaged)} arrays does not have the"
                 f" digest that the source recorded: {listing(damaged)}.",
                 kind=Kind.CHECKSUM,
-                hint="The source is damaged: run `ucpstore verify` on it.",
+                hint="Run the same command again, which reads them anew. If it says so again, the source is"
+                " damaged: run `ucpstore verify` on it.",
                 url=self.url,
             )
         return chosen

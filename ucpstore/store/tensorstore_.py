@@ -16,6 +16,7 @@ import tensorstore as ts
 from ucpstore.errors import Kind, LayoutError, StorageError, UcpStoreError
 from ucpstore.io.base import Files
 from ucpstore.io.kvstore import kvstore_spec
+from ucpstore.io.refusals import AGAIN, CREDENTIALS, refusal
 from ucpstore.io.urls import parse_url
 from ucpstore.store.damage import damaged_objects, locate, lost_objects
 
@@ -94,9 +95,18 @@ def translate(
     match = _STATUS.match(text)
     status = match.group(1) if match else ""
     detail = text.removeprefix(f"{status}: ").partition(" [")[0]
+    known = refusal(text)
     named = [key for key in keys if key + '"' in text or key + "'" in text] or list(keys)
     if status == "NOT_FOUND":
         return lost_objects(what, named, detail, **context)
+    if known is not None:  # before the rest: S3 gives many reasons with the status of a bad request
+        return StorageError(
+            f"{locate(what, named)}: {detail}.",
+            kind=known.kind,
+            hint=known.hint,
+            retryable=known.retryable,
+            **context,
+        )
     if status in _DAMAGED or isinstance(error, OverflowError):
         return damaged_objects(what, named, detail, **context)
     where = locate(what, named)
@@ -106,10 +116,13 @@ def translate(
         return StorageError(
             f"{where}: storage refused it ({detail}).",
             kind=Kind.PERMISSION,
-            hint="Check the credentials and the storage options.",
+            hint=CREDENTIALS,
             **context,
         )
-    return StorageError(f"{where}: {detail}.", retryable=status in _RETRYABLE, **context)
+    retryable = status in _RETRYABLE
+    return StorageError(
+        f"{where}: {detail}.", hint=AGAIN if retryable else "", retryable=retryable, **context
+    )
 
 
 @contextmanager
