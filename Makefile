@@ -3,7 +3,8 @@
 #   make test   pass all tests
 PYTHON      ?= python3
 VENV        ?= .venv
-PYTEST_ARGS ?=
+# The runs of a test have up to 8 ranks of their own: more workers than cores do not help.
+PYTEST_ARGS ?= -n 2
 # PyTorch's own index of CPU builds; where it cannot be reached pip takes what it finds elsewhere.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
